@@ -49,9 +49,9 @@ test-lm-eval: $(VENV)/.installed-lm-eval
 test-envs: $(VENV)/.installed-envs
 	$(BIN)/pytest tests/env/test_adapters.py
 
-# W&B, TensorBoard, MLflow and trackio, offline; without them their tests are skipped.
+# W&B, TensorBoard, MLflow and trackio, offline; OpenTelemetry; Prometheus' parser; a terminal. Without them their tests are skipped.
 test-trackers: $(TRACKERS)/.installed
-	$(TRACKERS)/bin/pytest tests/run/test_trackers.py tests/cli/test_plot.py
+	$(TRACKERS)/bin/pytest tests/run/test_trackers.py tests/run/test_spans.py tests/events/test_prometheus.py tests/cli/test_plot.py tests/cli/test_terminal.py
 
 # The records and rewards of TRL and verl, and the pages about them, against the libraries themselves.
 test-peers: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
@@ -175,7 +175,7 @@ $(TRACKERS)/.installed: pyproject.toml constraints.txt
 	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
 	grep -viE '^(pyarrow|pillow)==' constraints.txt > $(TRACKERS)/constraints.txt
 	$(TRACKERS)/bin/pip install --quiet --constraint $(TRACKERS)/constraints.txt torch==2.13.0
-	$(TRACKERS)/bin/pip install --quiet --constraint $(TRACKERS)/constraints.txt --editable '.[dev,trackers,plots]'
+	$(TRACKERS)/bin/pip install --quiet --constraint $(TRACKERS)/constraints.txt --editable '.[dev,trackers,plots,otel]' prometheus_client pyte
 	touch $@
 
 $(VENV)/.installed-lm-eval: $(INSTALLED)

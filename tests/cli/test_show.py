@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import structs
 from rich.console import Console
 from typer.testing import CliRunner
 
 import millstream
 from millstream.cli import main
 from millstream.cli.main import app
-from millstream.cli.show import Lines, result_table
+from millstream.cli.show import JsonLines, Lines, result_table
 from millstream.cli.view import View, sparkline
 from millstream.config import load
 from millstream.events import (
@@ -33,6 +35,7 @@ from millstream.events import (
     RunEnded,
     RunStarted,
     Sample,
+    SampleShown,
     Sizes,
     SizesChosen,
     Span,
@@ -109,8 +112,9 @@ def test_the_view_shows_progress_reward_lag_speed_queues_and_waits_in_words() ->
     assert [re.sub(r"[│ ]+", " ", line).strip() for line in waits] == [
         "feed waiting for room under the lag bound",
         "47 rollouts waiting for the engine since 2 s",
-        "train waiting for a complete group since 4 s",
+        "train waiting for a complete group since 4 s, the bottleneck",
     ]
+    assert "bottleneck: the learner waits" in text
     assert "sync of engine has waited 31 s for engine to load version 3" in text
 
 
@@ -206,15 +210,43 @@ def test_the_view_the_lines_and_the_table_at_the_end_say_what_computes_and_why_i
     assert "engine-0, engine-2" in text and text.count("packed rows") == 2
 
 
-def test_the_view_and_the_lines_show_a_sample_of_every_evaluation() -> None:
+def test_the_view_shows_the_last_sample_of_training_and_the_lines_one_a_minute_and_that_of_every_evaluation() -> None:
     sample = Sample(prompt="2+2=", completion="5[b]", reward=0.25, answer="4")
     evaluated = Evaluated(at=0.0, name="step 3", version=3, accuracy=0.5, num_tasks=2, sample=sample)
+    samples = [
+        SampleShown(at=at, group_id=1, member=0, sample=structs.replace(sample, completion=f"[b]{at:g}"))
+        for at in (1.0, 6.0, 62.0)
+    ]
     console = Console(file=io.StringIO(), width=200)
     view, lines = View(console, num_steps=6, max_lag=1), Lines(console, num_steps=6)
-    view.emit(evaluated)
-    lines.emit(evaluated)
-    for text in (drawn(view), console.file.getvalue()):  # type: ignore[attr-defined]
-        assert "'2+2=' -> '5[b]'  reward 0.250, answer '4'" in text
+    for event in (evaluated, *samples):
+        view.emit(event)
+        lines.emit(event)
+    assert "a rollout      '2+2=' -> '[b]62'  reward 0.250, answer '4'" in drawn(view) and "5[b]" not in drawn(view)
+    said = [line.partition("] ")[2] for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert said[1:] == [
+        "a sample of it: '2+2=' -> '5[b]'  reward 0.250, answer '4'",
+        "a rollout: '2+2=' -> '[b]1'  reward 0.250, answer '4'",
+        "a rollout: '2+2=' -> '[b]62'  reward 0.250, answer '4'",
+    ]
+
+
+def test_json_lines_are_one_object_a_line_with_its_type_and_the_numbers_of_the_metrics() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    lines = JsonLines(console)
+    sample = SampleShown(
+        at=1.0, group_id=1, member=0, sample=Sample(prompt="a\ud800", completion="[b]", reward=math.nan)
+    )
+    for event in (*events(), sample, RunEnded(at=99.0, outcome="finished", version=6)):
+        lines.emit(event)
+    rows = [json.loads(line) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert [row["step"] for row in rows if row["type"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert {"reward", "lag_mean", "tokens_per_s"} <= rows[3].keys()
+    assert [row["type"] for row in rows if row["type"] != "step"] == [
+        *("warmed_up", "evaluated", "stalled", "sample_shown", "run_ended")
+    ]
+    (stalled,) = [row for row in rows if row["type"] == "stalled"]
+    assert stalled["text"] == "sync of engine has waited 31 s for engine to load version 3"
 
 
 def test_what_to_type_next_stands_alone_on_lines_that_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:

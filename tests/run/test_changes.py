@@ -31,6 +31,7 @@ from millstream.run.folder import RunFolder, holder_of
 from millstream.run.missing_rollouts import missing_rollouts
 from support import rewards
 from support.commands import start_command
+from support.ports import free_port
 from support.runs import SETTINGS, assert_clean, command, kill_at, recipe_in, resume_command, steps_of, until
 from support.runs import resume as resume_in_process
 
@@ -75,6 +76,8 @@ CHANGES = {
     "retries": ["rollout.retries=2", "rollout.timeout_s=300"],
     "keep_gb": ["rollout.keep_gb=1"],
     "trackers": ["trackers.project=mine", "trackers.name=this"],
+    "metrics": [f"metrics.prometheus=:{free_port()}"],
+    "alerts": ["alerts.command='exit 0'", "alerts.every_s=60"],
     "reward.weight": ["reward.0.weight=0.5"],
     "reward.timeout_s": ["reward.0.timeout_s=10"],
     "environment": ["environment.0.max_concurrent=4", "environment.0.step_timeout_s=30"],
@@ -180,6 +183,7 @@ def test_every_key_that_may_change_is_changed_by_a_test() -> None:
         "model.device",
         "model.trust_remote_code",
         "sim",  # a real run does not read it
+        "traces",  # needs OpenTelemetry
         "data.path",
         "data.passed",
         "runtime",

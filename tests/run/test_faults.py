@@ -68,7 +68,8 @@ def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_p
     reward = f"[{{function='{tmp_path / 'mine.py'}:reward'}}]"
     run_dir = tmp_path / "run"
     changes = {"reward": reward, "pipeline.stall_s": 1, "pipeline.deadline_s": 4, "data.holdout": 0}
-    process = start_command(command(run_dir, changes))
+    alert = f"echo $MILLSTREAM_ALERT $MILLSTREAM_ALERT_NAME >> {tmp_path / 'alerts'}"
+    process = start_command(command(run_dir, {**changes, "alerts.command": f"'{alert}'"}))
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1
     place = f"by reward ({tmp_path / 'mine.py'}, line 4: time.sleep(1e6))"
@@ -79,6 +80,7 @@ def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_p
     events = list(read_events(run_dir / "events.jsonl"))
     assert any(isinstance(event, Stalled) and event.owner == "the event loop" for event in events)
     assert isinstance(events[-1], RunEnded) and events[-1].outcome == "StallError"
+    assert (tmp_path / "alerts").read_text() == "stall the event loop\nfailure StallError\n"
 
 
 def has_dumps(stacks: Path, number: int) -> bool:

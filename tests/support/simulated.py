@@ -94,6 +94,7 @@ class World(Struct, frozen=True, kw_only=True):
     has_critic: bool = False
     has_proximal: bool = False
     score_token_s: float = 1e-4
+    records_turns: bool = False
     seed: int = 0
 
 
@@ -345,6 +346,7 @@ async def _simulate(
         critic=critic,
         proximal=proximal,
         rollouts=replaced.rollouts(sink),
+        records_turns=world.records_turns,
     )
     algorithm = Algorithm(
         advantage=grpo,

@@ -36,6 +36,7 @@ from millstream.cli.rollouts import kept_lines, rollouts_command
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import (
     Alarms,
+    JsonLines,
     Lines,
     bias_tables,
     bottleneck_lines,
@@ -46,7 +47,7 @@ from millstream.cli.show import (
     status_lines,
 )
 from millstream.cli.sim import sim_command
-from millstream.cli.view import View
+from millstream.cli.view import View, can_redraw
 from millstream.errors import ConfigError
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
@@ -104,6 +105,14 @@ FromRun = Annotated[
 ]
 
 
+AsJsonLines = Annotated[
+    bool,
+    typer.Option(
+        "--json-lines", help="Print steps, evaluations and warnings as lines of JSON; the last is the result."
+    ),
+]
+
+
 @app.command(name="train")
 def train_command(
     path: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The config of the run.")] = None,
@@ -122,6 +131,7 @@ def train_command(
         bool, typer.Option("--rollouts-only", help="Generate, score and keep rollouts; train nothing.")
     ] = False,
     as_json: AsJson = False,
+    json_lines: AsJsonLines = False,
 ) -> None:
     """Train a model by reinforcement learning, or resume a run."""
     with errors_shown():
@@ -146,13 +156,15 @@ def train_command(
         check_combinations(config)  # an error here comes before the view is drawn
         if path is not None and config.run_dir is not None:
             check_free(config.run_dir)  # at once, not when torch is there
-        with _shown(config.pipeline, is_quiet=quiet or as_json, with_findings=not as_json) as sinks:
+        with _shown(config.pipeline, is_quiet=quiet, as_json=as_json, json_lines=json_lines) as sinks:
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [], progress=False)
             else:
                 name = path.stem if path else "run"
                 result = millstream.train(config, name=name, sinks=sinks, from_run=from_run, progress=False)
-        if as_json:
+        if json_lines:
+            JsonLines(console).print("result", msgspec.to_builtins(result))
+        elif as_json:
             console.out(msgspec.json.encode(result).decode(), highlight=False)
         elif config.pipeline.rollouts_only:
             for line in kept_lines(result.run_dir):
@@ -170,13 +182,17 @@ def _not_a_config(folder: Path) -> str:
 
 
 @contextmanager
-def _shown(pipeline: PipelineConfig, *, is_quiet: bool, with_findings: bool) -> Iterator[list[EventSink]]:
-    """The sinks that show the run: a live view, lines where there is no terminal, or warnings only. Findings are left out
-    where the result, as JSON, has them."""
+def _shown(
+    pipeline: PipelineConfig, *, is_quiet: bool = False, as_json: bool = False, json_lines: bool = False
+) -> Iterator[list[EventSink]]:
+    """The sinks that show the run: a live view, lines where there is no terminal, lines of JSON, or warnings only. Findings are
+    left out where the result, as JSON, has them."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if is_quiet:
-        yield [Alarms(errors, with_findings=with_findings)]
-    elif not console.is_terminal:
+    if json_lines:
+        yield [JsonLines(console)]
+    elif is_quiet or as_json:
+        yield [Alarms(errors, with_findings=not as_json)]
+    elif not can_redraw(console):
         yield [Lines(console, num_steps=pipeline.steps)]
     else:
         with View(console, num_steps=pipeline.steps, max_lag=pipeline.max_lag) as view:

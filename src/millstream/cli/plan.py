@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from html import escape
 from pathlib import Path
 from shlex import quote
@@ -14,6 +16,7 @@ from rich.table import Table
 
 from millstream import config as configs
 from millstream.cli.common import AsJson, console, errors, errors_shown
+from millstream.cli.view import can_redraw
 from millstream.config import to_toml
 from millstream.errors import ConfigError, OutputError
 from millstream.events.lanes import COLORS
@@ -24,6 +27,7 @@ from millstream.run.plan_input import plan_notes, planned_costs, planned_shape
 from millstream.run.roofline import Gpus, parse_gpus
 
 MAX_SHOWN_TRIES = 8
+PROGRESS_S = 5.0
 WIDTH, HEIGHT, MARGIN_PX = 640, 320, 50
 
 
@@ -68,8 +72,7 @@ def plan_command(
         model = planned_shape(config, shape)
         sim, notes = planned_costs(config, model, costs)
         planner = Planner(config, sim, model, found, max_lag=max_lag, is_calibrated=costs is not None)
-        with errors.status("searching") as status:  # shown in a terminal only
-            planner.report = lambda num_simulated: status.update(f"settings simulated: {num_simulated}")
+        with nullcontext() if as_json else _progress(planner):
             plan = plan_run(planner, [*notes, *plan_notes(config, shape)])
         if out is not None:
             _write(out, plan, found)
@@ -83,6 +86,27 @@ def plan_command(
         if out is not None:
             console.out(f"\nwrote {out} and {out.with_suffix('.svg')}. To see it run:", highlight=False)
             console.out(f"  {program()} sim {quote(str(out))}", highlight=False)
+
+
+@contextmanager
+def _progress(planner: Planner) -> Iterator[None]:
+    """How many settings were simulated: in place in a terminal, elsewhere a line every few seconds. On standard error."""
+    if can_redraw(errors):
+        with errors.status("searching") as status:
+            planner.report = lambda num_simulated: status.update(f"settings simulated: {num_simulated}")
+            yield
+        return
+    said_at = time.monotonic()
+
+    def say(num_simulated: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at >= PROGRESS_S:
+            said_at = time.monotonic()
+            errors.out(f"settings simulated: {num_simulated}", highlight=False)
+
+    planner.report = say
+    errors.out("searching: simulates one setting after another", highlight=False)
+    yield
 
 
 def _check_out(out: Path) -> None:

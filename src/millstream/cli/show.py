@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +28,7 @@ from millstream.events import (
     RolloutFailed,
     RunEnded,
     Sample,
+    SampleShown,
     SizesChosen,
     Stalled,
     Stepped,
@@ -36,6 +38,7 @@ from millstream.events import (
 )
 from millstream.events.bias import BiasReport
 from millstream.events.bottleneck import RECENT, Bottleneck, TimeUse
+from millstream.events.encoding import encode_json
 from millstream.events.findings import PastFinding
 from millstream.events.metrics import StepMetrics, is_step
 from millstream.events.summary import Summary, path_words
@@ -126,10 +129,35 @@ class Alarms:
             self._console.out(alarm(event), highlight=False)
 
 
+class JsonLines:
+    """Prints a JSON object for each step, evaluation, sample and warning, with its `type`: for `--json-lines`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._metrics = StepMetrics()
+
+    def emit(self, event: Event) -> None:
+        row = self._metrics.add(event)
+        if isinstance(event, Stepped) and row is not None:
+            self.print("step", row)
+        elif isinstance(event, Evaluated | SampleShown | WarmedUp | Resumed | RunEnded):
+            self._print_event(event)
+        elif isinstance(event, Alarm):
+            self._print_event(event, text=alarm(event))
+
+    def _print_event(self, event: Event, **more: str) -> None:
+        values = msgspec.to_builtins(event)
+        self.print(values.pop("kind"), values | more)
+
+    def print(self, kind: str, values: dict[str, Any]) -> None:
+        self._console.out(encode_json({"type": kind, **values}).decode(), highlight=False)
+
+
 class Lines:
-    """Prints one line every few seconds, and one for every unusual event."""
+    """Prints one line every few seconds, a rollout now and then, and a line for every unusual event."""
 
     EVERY_S = 5.0
+    SAMPLE_S = 60.0
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self._console = console
@@ -143,6 +171,7 @@ class Lines:
         self._paths: dict[str, str] = {}
         self._use = TimeUse()
         self._bottleneck = ""
+        self._sampled_at = float("-inf")
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
@@ -168,7 +197,10 @@ class Lines:
                 found = f"accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}"
                 self._say(event.at, f"{event.name}: {found}{scores_words(event)}")
                 if event.sample is not None:
-                    self._say(event.at, f"a sample: {sample_line(event.sample)}")
+                    self._say(event.at, f"a sample of it: {sample_line(event.sample)}")
+            case SampleShown() if event.at - self._sampled_at >= self.SAMPLE_S:
+                self._sampled_at = event.at
+                self._say(event.at, f"a rollout: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, resumed(event))
             case SizesChosen():
@@ -192,7 +224,7 @@ class Lines:
         found = self._use.bottleneck()
         if found is not None and found.name != self._bottleneck and found.steps >= RECENT // 4:
             self._bottleneck = found.name
-            self._say(at, found.message)
+            self._say(at, f"bottleneck: {found.message}")
 
     def _say_failed(self, event: RolloutFailed) -> None:
         """In full the first time; repetitions are counted, and the counts printed from time to time."""

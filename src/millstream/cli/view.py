@@ -1,15 +1,21 @@
-"""The live terminal view: progress, reward, lag, and what every part waits for.
+"""The live terminal view: progress, reward, lag, a sample of training, and what every part waits for.
 
-Reads only events. Where there is no terminal, `show.Lines` is used.
+Reads only events. It is drawn where it can be redrawn in place (`can_redraw`), elsewhere `show.Lines` is used. What is written
+to the terminal meanwhile appears above it, and a terminal whose size changes is drawn again from the top: no
+parts of earlier drawings are left.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
+import threading
 from collections import deque
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -29,6 +35,7 @@ from millstream.events import (
     RolloutFailed,
     RunStarted,
     Sample,
+    SampleShown,
     SettingChanged,
     SizesChosen,
     Status,
@@ -36,13 +43,22 @@ from millstream.events import (
     WaitNow,
     WarmedUp,
 )
-from millstream.events.bottleneck import TimeUse
+from millstream.events.bottleneck import BottleneckName, TimeUse
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import path_words
 from millstream.run.progress import TimeLeft, clock_time, speed_words
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # steps that the shown rates and rewards are averaged over
+LABELS = 28  # columns that are not those of the sparkline
+MIN_TABLE = 60  # columns of a terminal that has room for a table of waits
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether it is a terminal that moves its cursor: not a pipe or a file, even where colors are forced, not a dumb terminal,
+    and not the log of a CI system, which some give a terminal."""
+    is_log = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return console.file.isatty() and not console.is_dumb_terminal and not is_log
 
 
 class View:
@@ -57,7 +73,7 @@ class View:
         self._rewards: list[float] = []
         self._lags: dict[int, int] = {}
         self._accuracies: list[str] = []
-        self._sample: Sample | None = None
+        self._sample: Sample | None = None  # of training
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
         self._warmed: WarmedUp | None = None
@@ -68,13 +84,16 @@ class View:
         self._version = 0
         self._now = 0.0
         self._num_failed = 0
-        self._live = Live(self, console=console, refresh_per_second=4, transient=False)
+        self._live = _Redrawn(self, console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
+        self._above = _LinesAbove(self._live)
 
     def __enter__(self) -> View:
         self._live.start()
+        self._above.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._above.stop()
         self._live.stop()
 
     def emit(self, event: Event) -> None:
@@ -98,6 +117,7 @@ class View:
                 self._status = event
             case Evaluated() if event.name != WARMUP:
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
+            case SampleShown():
                 self._sample = event.sample
             case Resumed():
                 self._phase = "reinforcement learning"
@@ -123,14 +143,19 @@ class View:
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [self._progress(), self._numbers()]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self._use.bottleneck()
+        width, is_narrow = options.max_width, options.max_width < MIN_TABLE
+        parts: list[RenderableType] = [self._progress(is_narrow), self._numbers(max(8, min(40, width - LABELS)))]
+        parts += [] if found is None else [Text(f"bottleneck: {found.message}", style="bold")]
+        notes = (note if len(note) <= 4 * width else f"{note[: 4 * width]}…" for note in (*self._notes, self._failure))
+        parts += [Text(note, style="yellow") for note in notes if note]
         if self._status is not None:
-            parts += [Text(), self._waits(self._status)]
-        parts += [Text(note, style="yellow") for note in (*self._notes, self._failure) if note]
-        return Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
+            waits = self._waits(self._status, None if found is None else found.name)
+            parts += [Text(), *(map(_line, waits) if is_narrow else [_grid(waits)])]
+        yield Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
 
-    def _progress(self) -> RenderableType:
+    def _progress(self, is_narrow: bool) -> RenderableType:
         grid = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio)
@@ -140,7 +165,7 @@ class View:
         grid.add_row(
             Text(f"step {done}/{num_steps}", style="bold"),
             ProgressBar(total=max(1, num_steps), completed=done),
-            Text(self._time_left()),
+            Text((is_narrow and self._left.words()) or self._time_left()),
         )
         return grid
 
@@ -148,20 +173,21 @@ class View:
         left = self._left.words()
         return f"{clock_time(self._now)} so far, {left}" if left else f"{clock_time(self._now)} so far"
 
-    def _numbers(self) -> RenderableType:
+    def _numbers(self, width: int) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column()
-        reward = f"{self._mean('reward'):.3f}  [green]{sparkline(self._rewards)}[/]" if self._rewards else "-"
+        reward = f"{self._mean('reward'):.3f}  [green]{sparkline(self._rewards, width)}[/]" if self._rewards else "-"
         grid.add_row("reward", reward)
-        grid.add_row("accuracy", ", ".join(self._accuracies) or "-")
+        accuracies = (
+            self._accuracies if len(self._accuracies) <= 4 else [self._accuracies[0], "...", *self._accuracies[-2:]]
+        )
+        grid.add_row("accuracy", ", ".join(accuracies) or "-")
         if self._sample is not None:
-            grid.add_row("a sample", Text(sample_line(self._sample)))
+            grid.add_row("a rollout", Text(sample_line(self._sample)))
         grid.add_row("speed", ", ".join(speed_words(self._recent)) or "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))
         grid.add_row("groups by lag", f"{lags or '-'}  (never above {self._lag_bound})")
-        if (found := self._use.bottleneck()) is not None:
-            grid.add_row("bottleneck", Text(found.message))
         for worker, path in self._paths.items():
             grid.add_row(worker, Text(path))
         if self._status is not None:
@@ -177,13 +203,88 @@ class View:
         values: list[float] = [row[name] for row in self._recent]
         return sum(values) / max(1, len(values))
 
-    def _waits(self, status: Status) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
+    def _waits(self, status: Status, bottleneck: BottleneckName | None) -> list[tuple[Text, Text, Text]]:
+        rows = []
         for wait in sorted(status.waits, key=_order):
-            grid.add_row(
-                Text(_owner(wait), style="bold"), Text(f"waiting for {wait.what}"), Text(_since(wait), style="dim")
-            )
-        return grid
+            note = Text(_since(wait), style="dim")
+            if bottleneck is not None and _is_of(wait, bottleneck):
+                note.append(", the bottleneck" if note else "the bottleneck", style="bold yellow")
+            rows.append((Text(_owner(wait), style="bold"), Text(f"waiting for {wait.what}"), note))
+        return rows
+
+
+def _grid(rows: list[tuple[Text, Text, Text]]) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _line(row: tuple[Text, Text, Text]) -> Text:
+    return Text(" ").join(text for text in row if text)
+
+
+class _Redrawn(Live):
+    """When the size of the terminal has changed, what was drawn before is somewhere else: everything is cleared first."""
+
+    def refresh(self) -> None:
+        size = self.console.size
+        if size != getattr(self, "_drawn_size", size):
+            self.console.control(Control.clear(), Control.home())
+        self._drawn_size = size
+        super().refresh()
+
+    def print_above(self, line: str) -> None:
+        with self._lock:  # else a drawing in between would have another height
+            self.console.out(line, highlight=False)
+
+
+class _LinesAbove:
+    """While the view is drawn, what is written to standard output and standard error, by this process, its libraries and its
+    workers, is printed above it, line by line: all of it goes through one pipe, which one thread reads."""
+
+    def __init__(self, live: _Redrawn) -> None:
+        self._live = live
+
+    def start(self) -> None:
+        reading, writing = os.pipe()
+        self._stdout = sys.stdout
+        self._stderr = os.dup(2) if os.isatty(2) else None
+        if self._stderr is not None:
+            os.dup2(writing, 2)
+        self._lines = os.fdopen(writing, "w", buffering=1, errors="replace")
+        self._lines.rich_proxied_file = self._stdout  # type: ignore[attr-defined]  # a console writes to the terminal itself
+        sys.stdout = self._lines
+        self._thread = threading.Thread(target=self._print, args=(reading,), name="lines above", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        sys.stdout = self._stdout
+        if self._stderr is not None:
+            sys.stderr.flush()
+            os.dup2(self._stderr, 2)
+            os.close(self._stderr)
+        self._lines.close()
+        self._thread.join(0.5)  # a worker that is ending may still have the other end
+
+    def _print(self, reading: int) -> None:
+        with os.fdopen(reading, errors="replace") as lines:
+            for line in lines:
+                self._live.print_above(line.rstrip("\n"))
+
+
+def _is_of(wait: WaitNow, bottleneck: BottleneckName) -> bool:
+    """Whether this is the wait that holds the run up."""
+    match bottleneck:
+        case "learner" | "turns":
+            return wait.owner == "train" and wait.what.startswith("the learner")
+        case "sync":
+            return wait.owner.startswith("sync") and wait.what != "a newer version"
+        case "environment":
+            return wait.owner == "rollouts" and wait.what not in ("an engine", "the other rollouts of the step")
+        case "no-signal":
+            return wait.owner == "train" and wait.what == "a complete group"
+    return wait.owner == "rollouts" and wait.what == "an engine"
 
 
 def _owner(wait: WaitNow) -> str:

@@ -3,7 +3,7 @@
 types.py     every event; the `EventSink` protocol        encoding.py  events as JSON
 sinks.py     memory, `events.jsonl`, `metrics.jsonl`; reading a log back
 metrics.py   one row per step        summary.py  a run in numbers        trace.py  a Perfetto trace
-bottleneck.py  what holds a run up most
+bottleneck.py  what holds a run up most        prometheus.py  the text that Prometheus reads
 bias/        whether the rollouts that were trained are a fair sample of those that were admitted
 """
 

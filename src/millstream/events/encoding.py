@@ -32,10 +32,12 @@ from millstream.events.types import (
     RolloutAborted,
     RolloutEnded,
     RolloutFailed,
+    RolloutSpan,
     RolloutStarted,
     RunBranched,
     RunEnded,
     RunStarted,
+    SampleShown,
     SettingChanged,
     SizesChosen,
     Span,
@@ -64,6 +66,7 @@ AnyEvent = (
     | RolloutStarted
     | RolloutEnded
     | RolloutFailed
+    | RolloutSpan
     | RolloutAborted
     | GroupRestarted
     | GroupScored
@@ -84,6 +87,7 @@ AnyEvent = (
     | Status
     | WarmedUp
     | WarmupSealed
+    | SampleShown
     | EvaluationStarted
     | Evaluated
     | CheckpointSealed

@@ -170,6 +170,17 @@ class RolloutFailed(Event, frozen=True, kw_only=True):
     num_sampled: int = 0  # tokens of the turns it had finished
 
 
+class RolloutSpan(Event, frozen=True, kw_only=True):
+    """A part of a rollout, with `[traces]`: a turn ("generate"), or what its environment waited for by name, as a tool."""
+
+    group_id: int
+    member: int
+    attempt: int
+    what: str
+    seconds: float
+    num_tokens: int = 0  # that a turn sampled
+
+
 class RolloutAborted(Event, frozen=True, kw_only=True):
     """A rollout was ended on purpose, in the engine and in its environment."""
 
@@ -344,6 +355,7 @@ class Status(Event, frozen=True, kw_only=True):
     budget: int
     waits: list[WaitNow]
     loop_s: float | UnsetType = UNSET  # processor time of the driver's event loop, since its thread began
+    loop_lag_s: float | UnsetType = UNSET  # by which the event loop woke up too late since the last reading
 
 
 class WarmedUp(Event, frozen=True, kw_only=True):
@@ -382,6 +394,14 @@ class Estimate(Struct, frozen=True, kw_only=True):
     value: float
     low: float
     high: float
+
+
+class SampleShown(Event, frozen=True, kw_only=True):
+    """A rollout of training, every few seconds."""
+
+    group_id: int
+    member: int
+    sample: Sample
 
 
 class EvaluationStarted(Event, frozen=True, kw_only=True):
@@ -460,6 +480,7 @@ class StopRequested(Event, frozen=True, kw_only=True):
 class RunEnded(Event, frozen=True, kw_only=True):
     outcome: str
     version: int
+    message: str | UnsetType = UNSET  # of the error that ended it
 
 
 class EventSink(Protocol):

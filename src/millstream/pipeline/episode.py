@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -37,6 +38,8 @@ from millstream.types import Completion, Finish, Request, RequestKey, Rollout, S
 T = TypeVar("T")
 Generate = Callable[[Request], Awaitable[Completion]]
 NamedWait = Callable[[str, Awaitable[Any]], Awaitable[Any]]  # awaits under a name: see `pipeline.waits`
+RecordSpan = Callable[[RequestKey, str], AbstractContextManager[Callable[[int], None]]]
+"""A part of a rollout, for as long as the block lasts; called with its number of tokens, if it has some."""
 TURNS_PER_PART = 1 << 16
 """Offset of request turn numbers per part: turn t of part n has number n * TURNS_PER_PART + t, which also seeds it."""
 
@@ -68,6 +71,7 @@ class Player(NamedTuple):
     role: str
     max_parts: int = 1
     waits: Waits | None = None  # None: waits have no name
+    record: RecordSpan | None = None  # None: turns and waits are not recorded
 
     async def play(
         self,
@@ -85,8 +89,8 @@ class Player(NamedTuple):
         episode = Episode(
             task,
             key,
-            generate=generate,
-            waiting=self._named_wait(owner),
+            generate=generate if self.record is None else partial(_recorded_turn, generate, self.record),
+            waiting=self._named_wait(owner, key),
             sampling=self.sampling,
             run_seed=self.run_seed,
             role=self.role,
@@ -123,13 +127,13 @@ class Player(NamedTuple):
             episode.close()
             failure = None  # its traceback refers to this frame: a reference cycle
 
-    def _named_wait(self, owner: str) -> NamedWait:
-        waits = self.waits
+    def _named_wait(self, owner: str, key: RequestKey) -> NamedWait:
+        waits, record = self.waits, self.record
         if waits is None:
             return lambda what, work: work
 
         async def named(what: str, work: Awaitable[T]) -> T:
-            with waits.idle(owner, what):
+            with waits.idle(owner, what), nullcontext() if record is None else record(key, what):
                 return await work
 
         return named
@@ -140,6 +144,13 @@ class Player(NamedTuple):
         if cut is not None and self.waits is not None:
             waiting = f": {self.waits.now() - cut.since:.0f} s of it it waited for {cut.what}"
         return RolloutTimeout(f"no reward after {limit.seconds:g} s{waiting}; rollout.timeout_s sets the limit")
+
+
+async def _recorded_turn(generate: Generate, record: RecordSpan, request: Request) -> Completion:
+    with record(request.key, "generate") as set_tokens:
+        completion = await generate(request)
+        set_tokens(len(completion.tokens))
+        return completion
 
 
 class EpisodePart:

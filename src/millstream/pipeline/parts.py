@@ -47,6 +47,8 @@ class Parts(Struct, frozen=True, kw_only=True, eq=False):
     """Scores rows with the policy of the batch's start. None: the learner does so itself, if it needs it."""
     rollouts: RolloutSink = NO_ROLLOUTS
     """Keeps the rollouts."""
+    records_turns: bool = False
+    """Whether turns and named waits of rollouts are events (`RolloutSpan`)."""
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, eq=False):

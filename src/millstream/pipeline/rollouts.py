@@ -8,14 +8,15 @@ survive weight updates: an episode continues with the version that its engine se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 from msgspec import UNSET, Struct, structs
 
 from millstream.errors import LagError
-from millstream.events import RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
+from millstream.events import RolloutAborted, RolloutEnded, RolloutFailed, RolloutSpan, RolloutStarted
 from millstream.events.rollouts import Attempt
 from millstream.events.rollouts.records import Outcome
 from millstream.pipeline.admission import Admission, Place
@@ -122,6 +123,7 @@ class Rollouts:
             role="train",
             max_parts=config.max_parts,
             waits=context.waits,
+            record=self._record_span if parts.records_turns else None,
         )
         self._router = router
         self._admission = admission
@@ -343,6 +345,7 @@ class Rollouts:
                 outcome,
                 why,
                 reward_parts or {},
+                group.task,
             )
         )
 
@@ -363,6 +366,25 @@ class Rollouts:
                 num_sampled=num_sampled,
             )
         )
+
+    @contextmanager
+    def _record_span(self, key: RequestKey, what: str) -> Iterator[Callable[[int], None]]:
+        began, tokens = self._now(), [0]
+        try:
+            yield tokens.append
+        finally:
+            now = self._now()
+            self._context.emit(
+                RolloutSpan(
+                    at=now,
+                    group_id=key.group_id,
+                    member=key.member,
+                    attempt=key.attempt,
+                    what=what,
+                    seconds=now - began,
+                    num_tokens=tokens[-1],
+                )
+            )
 
     def _record_abort(self, key: RequestKey, member: _Member, seconds: float, num_sampled: int) -> None:
         self._context.emit(

@@ -254,5 +254,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner's to handle
     try:
         ForkServer(sys.argv[1], owner=0, packages=sys.argv[2:]).run()
-    finally:
-        gc.unfreeze()  # else libraries with C++ objects (nanobind) report them as leaked when the process ends
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)  # its owner waits for it, and taking torch apart would take seconds

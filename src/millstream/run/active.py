@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from millstream.clock import RealClock
 from millstream.config import load
@@ -72,6 +72,7 @@ class ActiveRun:
         self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
         self.stopped_by: signal.Signals | None = None
         self.grace: asyncio.TimerHandle | None = None
+        self.send_alerts: Callable[[], None] = lambda: None  # those that wait; called where the process ends at once
         self.is_done = False
 
     @property
@@ -204,8 +205,8 @@ class ActiveRun:
         num_tasks = len(self.prepared.data.train) if self.config.data.rollouts is None else 0
         self.log.emit(run_started(self.config, at=self.clock.now(), run_id=self.run_id, num_tasks=num_tasks))
 
-    def emit_ended(self, outcome: str) -> None:
-        self.log.emit(RunEnded(at=self.clock.now(), outcome=outcome, version=self.version))
+    def emit_ended(self, outcome: str, message: str | UnsetType = UNSET) -> None:
+        self.log.emit(RunEnded(at=self.clock.now(), outcome=outcome, version=self.version, message=message))
 
     def warn(self, message: str) -> None:
         self.log.emit(Warned(at=self.clock.now(), message=message))

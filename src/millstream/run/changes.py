@@ -87,7 +87,7 @@ RULES: Mapping[str, ChangeRule] = {
         "device learning_rate warmup_steps max_grad_norm value_clip micro_batch_tokens max_skipped_steps",
     ),
     **_may("now", "proximal.", "device micro_batch_tokens"),
-    **_may("now", "", "engine evaluation checkpoint runtime resources sim trackers"),
+    **_may("now", "", "engine evaluation checkpoint runtime resources sim trackers metrics traces alerts"),
     **_must_not(OTHER_SFT, "", "warmup warmup.max_steps warmup.epochs warmup.batch_size"),
     **_may("now", "warmup.", "learning_rate schedule warmup_steps stop_at check_every"),
 }

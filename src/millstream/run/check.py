@@ -31,7 +31,7 @@ from millstream.run.check_evaluation import check_evaluation_tables, checked_eva
 from millstream.run.check_machine import PlayedTasks, check_answers, checked_disk, checked_machine, checked_room
 from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.folder import check_free
-from millstream.run.tracking.config import check_trackers
+from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
 
 MAX_LOOKED_AT = 1000  # tasks among which those with a gold answer are looked for
@@ -78,6 +78,7 @@ def check_config(
         _checked_resources,
         checked_machine,
         _checked_recorded,
+        _checked_watching,
         partial(checked_evaluations, data, played, is_start),
     ]
     steps += [_checked_run_dir] if is_new else []
@@ -109,6 +110,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_steps,
         _check_environments,
         lambda config: check_trackers(config.trackers),
+        lambda config: check_traces(config.traces),
         check_evaluation_tables,
     )
     for step in steps:
@@ -403,6 +405,16 @@ def _checked_recorded(config: RunConfig) -> list[str]:
     if batches is None:
         return []
     return [f"data.rollouts = {config.data.rollouts}: {len(batches)} finished batches, all of their rollouts are there"]
+
+
+def _checked_watching(config: RunConfig) -> Iterator[str]:
+    """The port of the metrics is free, and the web hook of alerts has a URL."""
+    if (address := config.metrics.prometheus) is not None:
+        listening_socket(address).close()
+        host, port = split_address(address)
+        yield f"checked: metrics can be served at http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    if config.alerts.is_on:
+        alert_url(config.alerts)
 
 
 def _checked_run_dir(config: RunConfig) -> Iterator[str]:

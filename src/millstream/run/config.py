@@ -28,7 +28,7 @@ from millstream.model.lora import LoraConfig
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
-from millstream.run.tracking.config import TrackersConfig
+from millstream.run.tracking.config import AlertsConfig, MetricsConfig, TracesConfig, TrackersConfig
 from millstream.sim.config import DrawConfig, SimConfig
 from millstream.weights import TransferWay
 
@@ -198,6 +198,12 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     """What things cost in `millstream sim`. A real run does not read it."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     """Where else the run is recorded: W&B, TensorBoard, MLflow, trackio."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """An endpoint for Prometheus."""
+    traces: TracesConfig = field(default_factory=TracesConfig)
+    """Spans for OpenTelemetry."""
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    """A command or a web hook on findings, stalls, failures and the end."""
 
     def __post_init__(self) -> None:
         """In Python, one reward or environment need not be a tuple."""

@@ -21,7 +21,7 @@ from millstream.env.data import PassedData
 from millstream.env.rewards import PassedRewards
 from millstream.errors import ConfigError, MillstreamError, PinLost, StallError
 from millstream.events import WARMUP, Evaluated, EvaluationStarted, EventSink, Sample, Warned
-from millstream.events.rollouts.text import spoken_text
+from millstream.events.rollouts.text import spoken_text, task_text
 from millstream.events.sinks import Tee
 from millstream.model.lora import LoraConfig
 from millstream.pipeline.episode import EpisodeResult, Player
@@ -34,7 +34,7 @@ from millstream.run.estimates import evaluation_scores
 from millstream.run.own_thread import outside_loop
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.prepare_evaluation import PreparedEvaluation
-from millstream.run.tracking.config import TrackersConfig
+from millstream.run.tracking.config import AlertsConfig, MetricsConfig, TracesConfig, TrackersConfig
 from millstream.serving.request import Pin
 from millstream.serving.router import Router
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
@@ -217,7 +217,7 @@ class Evaluator:
                 result = EpisodeResult((), stall, [])
         error, decode = result.failure, self._prepared.text.decode
         return Sample(
-            prompt=_as_text(task),
+            prompt=task_text(task),
             completion=spoken_text(result.played, decode),
             reward=result.parts[0].reward if result.parts else 0.0,
             answer=task.answer,
@@ -264,12 +264,6 @@ def _step_label(table: PreparedEvaluation, version: int) -> str:
     return _label(table, f"step {version}", version)
 
 
-def _as_text(task: Task) -> str:
-    if isinstance(task.prompt, str):
-        return task.prompt
-    return "\n".join(f"{message.role}: {message.content}" for message in task.prompt)
-
-
 @outside_loop
 def evaluate(config: RunConfig, *, reward: PassedRewards | None = None, data: PassedData | None = None) -> Measured:
     """The config's model on every evaluation of the config, and what it wrote.
@@ -284,6 +278,9 @@ def evaluate(config: RunConfig, *, reward: PassedRewards | None = None, data: Pa
         learner=structs.replace(config.learner, lora=_first_adapters(config.learner.lora)),
         checkpoint=CheckpointConfig(),
         trackers=TrackersConfig(),
+        metrics=MetricsConfig(),
+        traces=TracesConfig(),
+        alerts=AlertsConfig(),
     )
     prepared = prepare_run(here, reward, data_passed=data)
     if not prepared.evaluations:

@@ -6,11 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from millstream.events.rollouts import NO_ROLLOUTS, GroupFate, RolloutSink
+from msgspec import structs
+
+from millstream.events import Sample, SampleShown
+from millstream.events.rollouts import NO_ROLLOUTS, Attempt, GroupFate, RolloutSink
 from millstream.events.rollouts.records import Record
-from millstream.events.rollouts.text import Decode
+from millstream.events.rollouts.text import Decode, task_text, turn_texts
 from millstream.events.rollouts.writer import ROLLOUTS_FOLDER, RolloutWriter, void_after
-from millstream.types import Fate
+from millstream.types import Fate, Task
 
 if TYPE_CHECKING:
     from millstream.run.active import ActiveRun
@@ -27,6 +30,10 @@ def void_undone(run: ActiveRun) -> None:
 
 def open_rollouts(run: ActiveRun) -> RolloutSink:
     """What the pipeline gives its rollouts to."""
+    return ShownSamples(_open_files(run), run)
+
+
+def _open_files(run: ActiveRun) -> RolloutSink:
     keep_gb, folder = run.config.rollout.keep_gb, run.folder.path / ROLLOUTS_FOLDER
     if not keep_gb or run.config.data.rollouts is not None:  # recorded ones are kept where they come from
         return NO_ROLLOUTS
@@ -39,6 +46,41 @@ def open_rollouts(run: ActiveRun) -> RolloutSink:
         run.folder.write_folder(folder / TOKENIZER_FOLDER, run.prepared.tokenizer.save_pretrained)
     assert run.rollouts is not None
     return _NotTrained(run.rollouts) if run.config.pipeline.rollouts_only else run.rollouts
+
+
+class ShownSamples:
+    """Passes records on, and every `SAMPLE_S` shows a rollout that has ended, as an event. Only as much of it is decoded as a
+    terminal shows."""
+
+    SAMPLE_S = 5.0
+    MAX_TOKENS = 256
+
+    def __init__(self, files: RolloutSink, run: ActiveRun) -> None:
+        self._files = files
+        self._run = run
+        self._shown_at = float("-inf")
+
+    def add(self, record: Record) -> None:
+        self._files.add(record)
+        if isinstance(record, Attempt) and record.outcome == "ended" and record.task is not None:
+            now = self._run.clock.now()
+            if now - self._shown_at >= self.SAMPLE_S:
+                self._shown_at = now
+                sample = self._sample(record, record.task)
+                event = SampleShown(at=now, group_id=record.group_id, member=record.member, sample=sample)
+                self._run.log.emit(event)
+
+    def _sample(self, record: Attempt, task: Task) -> Sample:
+        first = record.parts[0]
+        begin = int(first.loss_mask.argmax())  # of what was sampled
+        head = structs.replace(
+            first,
+            tokens=first.tokens[begin : begin + self.MAX_TOKENS],
+            loss_mask=first.loss_mask[begin : begin + self.MAX_TOKENS],
+        )
+        decode = self._run.prepared.text.decode
+        written = "\n".join(turn.text for turn in turn_texts(head, decode))
+        return Sample(prompt=task_text(task), completion=written, reward=first.reward, answer=task.answer)
 
 
 class _NotTrained(NamedTuple):

@@ -61,8 +61,12 @@ class RunLog:
         self._events.sync()
         self._metrics.sync()
 
-    def close(self) -> None:
+    def show_rest(self) -> None:
+        """To the sinks, for a few seconds at most. They get nothing afterwards."""
         self._tee.close()
+
+    def close(self) -> None:
+        self.show_rest()
         try:
             self._metrics.close()
             self._events.close()

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import UNSET, UnsetType
+
 from millstream.env.data import PassedData, in_order
 from millstream.env.rewards import PassedRewards, was_passed
 from millstream.errors import ConfigError
@@ -141,7 +143,8 @@ def _run(
     branch: Branch | None = None,
 ) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
-    tracking, best, outcome = Tracking(prepared.config), None, FINISHED
+    tracking, best = Tracking(prepared.config), None
+    outcome: tuple[str, str | UnsetType] = FINISHED, UNSET
     log: RunLog | None = None
     run: ActiveRun | None = None
     try:
@@ -160,9 +163,10 @@ def _run(
         void_undone(run)
         run.emit_begun()
         tracking.start(run)
+        run.send_alerts = tracking.send_alerts
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
-        outcome = type(error).__name__
+        outcome = type(error).__name__, str(error) if isinstance(error, Exception) else UNSET
         if isinstance(error, Exception) and run is not None and not run.is_untouched:
             error.add_note(
                 f"The log of the run is {folder.events}. To resume the run:\n  {resume_command(folder.path)}"
@@ -171,14 +175,14 @@ def _run(
     finally:
         with ExitStack() as closing:  # in reverse order, and all of it, whatever one of them raises
             closing.callback(folder.unlock)
-            if outcome != FINISHED:
+            if outcome[0] != FINISHED:
                 if resumed is None and (run is None or run.is_untouched):
                     closing.callback(folder.discard)
                 closing.callback(tracking.finish, None)  # before: a tracker may still make a folder in the run's
             if log is not None:
                 closing.callback(log.close)
             if run is not None:
-                closing.callback(run.emit_ended, outcome)
+                closing.callback(run.emit_ended, *outcome)
                 closing.callback(close_rollouts, run)
     result = folder.conclude()
     tracking.finish(result)
@@ -337,6 +341,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         sink=run.log,
         waits=run.waits,
         rollouts=await run.waits.on(OWNER, "the files of rollouts", asyncio.to_thread(open_rollouts, run)),
+        records_turns=config.traces.opentelemetry is not None,
     )
     if run.found is None:
         run.emit_started()

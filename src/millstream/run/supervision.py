@@ -92,10 +92,14 @@ class Supervision:
         return is_cancelled
 
     async def _report_status(self) -> None:
+        lag_s = 0.0
         while True:
             with suppress(StoreError):  # the store is being closed
-                self._run.log.emit(structs.replace(await self._run.status(), loop_s=time.thread_time()))
+                status = await self._run.status()
+                self._run.log.emit(structs.replace(status, loop_s=time.thread_time(), loop_lag_s=lag_s))
+            due = self._loop.time() + STATUS_S
             await asyncio.sleep(STATUS_S)
+            lag_s = max(0.0, self._loop.time() - due)
 
     # ---- stopping ----------------------------------------------------------------------------------------------------
 
@@ -142,12 +146,14 @@ class Supervision:
         far as possible, and the process exits."""
         run = self._run
         _exit_later(1)  # even the log may block
-        run.emit_ended("StallError")
+        run.emit_ended("StallError", reason)
         with suppress(OSError):
             run.log.sync()
         sys.stderr.write(f"StallError: {reason}. Stacks are in {run.folder.stacks}. ")
         sys.stderr.write(f"To resume the run:\n  {resume_command(run.folder.path)}\n")
         sys.stderr.flush()
+        run.log.show_rest()
+        run.send_alerts()
         os._exit(1)
 
     # ---- the control socket ------------------------------------------------------------------------------------------

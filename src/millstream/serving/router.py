@@ -41,7 +41,8 @@ from millstream.serving.replica import MAX_FAILURES, Replica
 from millstream.serving.request import Lengths, Pin, PrefixMap, RoutedRequest
 from millstream.types import Completion, Finish, Request, RequestKey
 
-__all__ = ["RankOf", "ReplicaChange", "RequestRank", "Router"]
+DRAINED = "it was drained"  # why an engine left that was to leave
+__all__ = ["DRAINED", "RankOf", "ReplicaChange", "RequestRank", "Router"]
 logger = logging.getLogger(__name__)
 RankOf = Callable[[int], RequestRank | None]  # by group; None for one that is not in training, such as an evaluation's
 
@@ -278,7 +279,7 @@ class Router:
         with suppress(EngineGone):  # what it had continues elsewhere in any case
             await asyncio.gather(*(replica.engine.abort(routed.request.key) for routed in moving))
         await replica.emptied.wait()
-        self._remove(replica, "it was drained", len(moving))
+        self._remove(replica, DRAINED, len(moving))
 
     def lose(self, engine: Engine, error: EngineError) -> None:
         """It is gone: its requests continue elsewhere. Raises `EngineError` if it was the last and none is waited for, and what

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from millstream.types import Rollout, TrainRow
+from millstream.types import Rollout, Task, TrainRow
 
 Outcome = Literal["ended", "failed", "aborted"]
 
@@ -26,6 +26,7 @@ class Attempt(NamedTuple):
     outcome: Outcome = "ended"
     why: str = ""  # it failed or was aborted
     reward_parts: Mapping[str, float] = {}  # by reward function, before weights. Empty: the environment reported none
+    task: Task | None = None  # None: it is not written
 
 
 class TakenRows(NamedTuple):

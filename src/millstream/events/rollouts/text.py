@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from millstream.types import Mask, Rollout
+from millstream.types import Mask, Rollout, Task
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -23,6 +23,13 @@ def turn_texts(rollout: Rollout, decode: Decode) -> list[TurnText]:
         TurnText("model" if is_sampled else "environment", decode(rollout.tokens[of].tolist()))
         for is_sampled, of in mask_runs(rollout.loss_mask)
     ]
+
+
+def task_text(task: Task) -> str:
+    """Its prompt; of a chat, a line for each message."""
+    if isinstance(task.prompt, str):
+        return task.prompt
+    return "\n".join(f"{message.role}: {message.content}" for message in task.prompt)
 
 
 def mask_runs(loss_mask: Mask) -> Iterator[tuple[bool, slice]]:
