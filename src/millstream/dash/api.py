@@ -21,7 +21,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-RunState = Literal["running", "ended", "stopped", "failed", "dead", "unreadable"]
+RunStateName = Literal["running", "ended", "stopped", "failed", "dead", "unreadable"]
 """`dead`: the process is gone without an end in the log, and can be resumed. `unreadable`: see `problem`."""
 LaneKind = Literal["learner", "engine", "worker", "stage", "environment", "driver"]
 WorkKind = Literal["generate", "train", "sync", "score", "environment", "evaluate", "wait", "other"]
@@ -38,7 +38,7 @@ class RunRow(Struct, frozen=True, kw_only=True):
     id: str  # in addresses; a name, never a path
     name: str
     path: str  # to show
-    state: RunState
+    state: RunStateName
     is_simulated: bool
     model: str
     step: int
@@ -155,7 +155,7 @@ class OverviewAnswer(Struct, frozen=True, kw_only=True):
 # ---- series --------------------------------------------------------------------------------------------------------------
 
 
-class Curve(Struct, frozen=True, kw_only=True):
+class SeriesCurve(Struct, frozen=True, kw_only=True):
     """`low` and `high`: of an evaluation, its 95% interval; of more steps than points, the extremes of each point."""
 
     x: list[float]
@@ -168,7 +168,7 @@ class SeriesAnswer(Struct, frozen=True, kw_only=True):
     """A name that the run does not have is left out."""
 
     x: Literal["step", "seconds", "samples"]
-    curves: dict[str, Curve]
+    curves: dict[str, SeriesCurve]
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------------------------

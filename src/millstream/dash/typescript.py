@@ -11,15 +11,15 @@ from msgspec import Struct
 
 from millstream.dash import api
 
-TARGET = Path(__file__).parent / "front" / "src" / "api.ts"
-HEAD = "// Written from api.py by `python -m millstream.dash.typescript`: do not edit.\n"
-PLAIN: dict[Any, str] = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+API_TYPES = Path(__file__).parent / "front" / "src" / "api.ts"
+_HEAD = "// Written from api.py by `python -m millstream.dash.typescript`: do not edit.\n"
+_PLAIN: dict[Any, str] = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
 def api_types() -> str:
     """The structs of `api.py` as TypeScript, in their order."""
     own = [one for one in vars(api).values() if inspect.isclass(one) and issubclass(one, Struct)]
-    return HEAD + "".join(f"\n{_declared(one)}" for one in own if one.__module__ == api.__name__)
+    return _HEAD + "".join(f"\n{_declared(one)}" for one in own if one.__module__ == api.__name__)
 
 
 def _declared(struct: type[Struct]) -> str:
@@ -33,13 +33,13 @@ def _declared(struct: type[Struct]) -> str:
 
 
 def _type(hint: Any) -> str:
-    if hint in PLAIN:
-        return PLAIN[hint]
+    if hint in _PLAIN:
+        return _PLAIN[hint]
     args = get_args(hint)
     match get_origin(hint):
         case None:
             assert issubclass(hint, Struct), hint
-            return hint.__name__
+            return str(hint.__name__)
         case origin if origin is Literal:
             return " | ".join(f'"{one}"' for one in args)
         case origin if origin in (Union, types.UnionType):
@@ -53,4 +53,4 @@ def _type(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(api_types())
+    API_TYPES.write_text(api_types())

@@ -111,7 +111,7 @@ export interface OverviewAnswer {
   readonly num_skipped: number;
 }
 
-export interface Curve {
+export interface SeriesCurve {
   readonly x: readonly number[];
   readonly values: readonly (number | null)[];
   readonly low: readonly (number | null)[] | null;
@@ -120,7 +120,7 @@ export interface Curve {
 
 export interface SeriesAnswer {
   readonly x: "step" | "seconds" | "samples";
-  readonly curves: Readonly<Record<string, Curve>>;
+  readonly curves: Readonly<Record<string, SeriesCurve>>;
 }
 
 export type LaneSpan = readonly [begin: number, end: number, what: "generate" | "train" | "sync" | "score" | "environment" | "evaluate" | "wait" | "other", share: number, num_tokens: number, label: string];
