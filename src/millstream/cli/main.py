@@ -1,4 +1,4 @@
-"""The command line: train, scale, set, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init,
+"""The command line: train, scale, set, status, export, eval, env check, audit, dash, rollouts, diff, report, plot, trace, init,
 recipes, doctor, sim, calibrate, plan, advise, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
@@ -24,6 +24,7 @@ from millstream.audit import audit, report_lines
 from millstream.cli.advise import advise_command, given_lines
 from millstream.cli.calibrate import calibrate_command
 from millstream.cli.common import AsJson, console, errors, errors_shown
+from millstream.cli.dash import dash_command
 from millstream.cli.diff import diff_command
 from millstream.cli.doctor import doctor_command
 from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
@@ -351,6 +352,7 @@ def env_check_command(
 
 
 app.command(name="rollouts")(rollouts_command)
+app.command(name="dash")(dash_command)
 app.command(name="diff")(diff_command)
 app.command(name="plot")(plot_command)
 app.command(name="eval")(evaluate_command)

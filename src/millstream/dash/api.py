@@ -1,7 +1,8 @@
 """The answers of `millstream dash`, as JSON: the contract between the server and the page. `front/src/api.ts` is made from this
 file: `python -m millstream.dash.typescript`.
 
-All requests are GET. An error is an `ErrorAnswer` with a status of 4xx or 5xx. ID is the `id` of a `RunRow`. A number that is
+All requests are GET. Where the page's address has a fragment `#token=TOKEN`, each has the header `Authorization: Bearer TOKEN`
+(401 without it). An error is an `ErrorAnswer` with a status of 4xx or 5xx. ID is the `id` of a `RunRow`. A number that is
 not finite is null. Times (`at`, `begin`, `end`) are seconds of the run's own clock; `seconds` is a duration.
 
     /api/runs                              RunsAnswer
