@@ -50,14 +50,13 @@ from millstream.events import (
 )
 from millstream.events.bottleneck import Bottleneck, TimeUse
 from millstream.run.advise import read_advice
-from millstream.run.folder import RunFolder
+from millstream.run.folder import NOTES, RunFolder
 from millstream.run.progress import TimeLeft
 
 MAX_HISTORY = 200
 MAX_SKIPPED_SHOWN = 20
 MAX_TEXT = 4000  # characters of one text
 MAX_NOTES = 1 << 20  # bytes
-NOTES = "notes.md"
 LAST_TILES = 100  # that are read for what holds a run up
 SUMMARY = "summary.json"
 

@@ -29,7 +29,7 @@ from millstream.dash.api import (
     SeriesAnswer,
 )
 from millstream.dash.flow import flow_answer
-from millstream.dash.overview import NOTES, SUMMARY, overview_answer
+from millstream.dash.overview import SUMMARY, overview_answer
 from millstream.dash.rollouts import RolloutFilter, RolloutTable
 from millstream.dash.series import MetricRows, XAxis, series_answer
 from millstream.dash.tiles import RunTiles
@@ -41,7 +41,7 @@ from millstream.events.metrics import is_step
 from millstream.events.rollouts.writer import ROLLOUTS_FOLDER
 from millstream.paths import did_you_mean, kind_of
 from millstream.run.advise import ADVICE
-from millstream.run.folder import FINISHED, LOCK, RunFolder, holder_of
+from millstream.run.folder import FINISHED, LOCK, NOTES, RunFolder, holder_of
 
 HEAD_BYTES = 1 << 20  # of a log, in which it says what the run is
 TAIL_BYTES = 1 << 18  # in which the last event is
@@ -221,6 +221,13 @@ class WatchedRun:
             return None
         self._reads_log.refresh()
         return self._tiles
+
+    def read_all(self) -> None:
+        """However long it takes: answers are then of everything."""
+        if self._fresh_tiles() is not None:
+            self._tiles.refresh()
+        while not self._table.refresh(ANSWER_S, self._tiles.sources):
+            pass
 
     def _may_write(self) -> bool:
         """An index beside the log: only where no process of the run writes one."""

@@ -3,6 +3,7 @@
 config.toml      the resolved config
 start/           of a run that began with another run's checkpoint: see `run.branch`
 events.jsonl     every event
+events.index     where they are and what they add up to: see `events.index`. Can be deleted
 metrics.jsonl    one line a step, and one an evaluation
 checkpoints/     see `run.checkpoint`
 rollouts/        what was sampled, and what became of it: see `events.rollouts`
@@ -11,6 +12,7 @@ reference/       the model after its warm-up, where that is the reference
 model/           the trained model
 summary.json     the run in numbers; written when the run is finished
 advice.jsonl     what `millstream advise` said: see `run.advise`
+notes.md         what was noted about the run (`millstream note`)
 trace.json       a timeline for ui.perfetto.dev
 control.json     while the run is active, where its control socket is: see `run.control`
 stacks.txt       waits and stacks, written when the run stalls or on SIGUSR1
@@ -57,6 +59,7 @@ from millstream.run.config import HELD_OUT, RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
+NOTES = "notes.md"
 WRITTEN = (
     "config.toml",
     "metrics.jsonl",
