@@ -299,6 +299,8 @@ class RunTiles:
         tags = [f'"kind":"{kind.__struct_config__.tag}"'.encode() for kind in kinds]
         tags += [containing] if containing else []
         offsets, ends = self.tiles.sorted_by("offset"), self.tiles.sorted_by("end")
+        if not offsets:
+            return
         with self.path.open("rb") as log:
             for number in tiles:
                 log.seek(offsets[number])
@@ -312,12 +314,14 @@ class RunTiles:
     def marked(self, *kinds: type[E_]) -> Iterator[E_]:
         """The events of these kinds, which are among those that are seldom, in their order."""
         tags = {str(kind.__struct_config__.tag) for kind in kinds}
+        wanted = [mark for _, mark in self.marks if mark.kind in tags]
+        if not wanted:
+            return
         with self.path.open("rb") as log:
-            for _, mark in self.marks:
-                if mark.kind in tags:
-                    event = _event_at(log, mark)
-                    if isinstance(event, kinds):
-                        yield event
+            for mark in wanted:
+                event = _event_at(log, mark)
+                if isinstance(event, kinds):
+                    yield event
 
     def last_status(self) -> Status | None:
         if not self.statuses:
