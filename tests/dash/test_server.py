@@ -15,7 +15,6 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from millstream.dash import server
 from millstream.dash.runs import RunCatalog
 from millstream.dash.server import dash_app
 from millstream.events import (
@@ -37,6 +36,7 @@ from millstream.events import (
 from millstream.events.sinks import JsonlSink, read_events
 from millstream.events.summary import summarise
 from millstream.run.folder import RunFolder
+from millstream.serve.http import HttpError
 from millstream.types import Fate
 from support.dash_runs import ask, client_of, run_with_rollouts, sim_run, write_run
 
@@ -504,7 +504,7 @@ def test_a_slow_request_delays_no_other(sim: Path, monkeypatch: pytest.MonkeyPat
 
     def slow(*arguments: Any) -> Any:
         assert may_end.wait(30)
-        raise server.HttpError(400, "it was slow")
+        raise HttpError(400, "it was slow")
 
     monkeypatch.setattr("millstream.dash.runs.flow_answer", slow)
 

@@ -296,8 +296,7 @@ class RunTiles:
     def events(self, tiles: Iterable[int], *kinds: type[Event], containing: bytes = b"") -> Iterator[AnyEvent]:
         """Of these tiles, in their order: all, or of these kinds, or with this in their lines. What cannot be read is left
         out."""
-        tags = [f'"kind":"{kind.__struct_config__.tag}"'.encode() for kind in kinds]
-        tags += [containing] if containing else []
+        tags = {str(kind.__struct_config__.tag).encode() for kind in kinds}
         offsets, ends = self.tiles.sorted_by("offset"), self.tiles.sorted_by("end")
         if not offsets:
             return
@@ -305,7 +304,7 @@ class RunTiles:
             for number in tiles:
                 log.seek(offsets[number])
                 for line in io.BytesIO(log.read(ends[number] - offsets[number])):
-                    if tags and not any(tag in line for tag in tags):
+                    if (tags and _tag_of(line) not in tags) or containing not in line:
                         continue
                     with suppress(ValueError, KeyError, TypeError, RecursionError):
                         if not self.void or self._counts(seq_of(line)):
@@ -329,6 +328,11 @@ class RunTiles:
         with self.path.open("rb") as log:
             event = _event_at(log, self.statuses[-1][1])
         return event if isinstance(event, Status) else None
+
+
+def _tag_of(line: bytes) -> bytes:
+    begin = line.find(b'"kind":"') + 8
+    return line[begin : line.find(b'"', begin)]
 
 
 def _event_at(log: BinaryIO, mark: TileMark) -> AnyEvent | None:
