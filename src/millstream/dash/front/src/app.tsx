@@ -156,17 +156,17 @@ function Live(props: { feed: Feed; source: Source; onPause: () => void }) {
 
 function Banner(props: { feed: Feed; run: RunRow | null; wanted: string | null }) {
   const { feed, run } = props;
-  const rows: string[] = [];
+  const rows: string[] = []; // what is wrong
   if (feed.failure === "gone") {
     const since = feed.since === null ? "" : ` since ${new Date(feed.since).toLocaleTimeString()}. The page shows what it knew then`;
     rows.push(`The server does not answer${since}. If it was stopped, start it again: millstream dash. The page continues by itself.`);
   } else if (feed.failure === "refused") rows.push(`The server refused: ${feed.message} Open the address that millstream dash printed, with its token.`);
   else if (feed.failure === "wrong") rows.push(`The server could not list the runs: ${feed.message}`);
   if (run !== null && run.problem !== null && run.state !== "unreadable") rows.push(run.problem);
-  if (run !== null && run.indexed < 1) rows.push(`The events are being read: ${percent(run.indexed)}. What is shown covers these.`);
   return (
     <div class="banners" role="status">
-      {rows.map((text) => <p class="banner" key={text}>{text}</p>)}
+      {rows.map((text) => <p class="banner bad" key={text}>{text}</p>)}
+      {run !== null && run.indexed < 0.98 && run.state !== "unreadable" && <p class="banner">The events are being read: {percent(run.indexed)} so far, and what is shown covers these.</p>}
     </div>
   );
 }

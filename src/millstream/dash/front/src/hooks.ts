@@ -46,7 +46,11 @@ interface Cell {
   wanted: (() => Promise<unknown>) | null; // what to ask for next
   url: string;
   isBusy: boolean;
+  restUntil: number; // milliseconds: before this, the same address is not asked for again
+  timer: number;
 }
+
+const REST = 3; // times as long as an answer took: a slow answer does not become a load on the machine that trains
 
 /** The answers to some requests, each asked for again when its stamp changes. One request of a subject at a time, the newest
  * wins; the last value stays until the next one is there, also when options of the same subject change: nothing flickers. */
@@ -66,6 +70,7 @@ export function useAnswers<K extends keyof Answers>(requests: ReadonlyArray<Aske
     cell.isBusy = true;
     while (cell.wanted !== null && !isGone.current) {
       const { wanted, url } = cell;
+      const began = performance.now();
       cell.wanted = null;
       try {
         const value = await wanted();
@@ -75,9 +80,19 @@ export function useAnswers<K extends keyof Answers>(requests: ReadonlyArray<Aske
         const found = error instanceof AnswerError ? error : new AnswerError("wrong", String(error));
         cell.answer = { ...cell.answer, error: found, isLoading: false };
       }
+      cell.restUntil = performance.now() + REST * (performance.now() - began);
       if (!isGone.current) redraw((times) => times + 1);
+      if (cell.url === url) break; // at most a newer stamp: after a rest
     }
     cell.isBusy = false;
+    start(cell, cell.url);
+  };
+  const start = (cell: Cell, before: string): void => {
+    window.clearTimeout(cell.timer);
+    if (cell.wanted === null || cell.isBusy || isGone.current) return;
+    const rest = cell.url === before ? cell.restUntil - performance.now() : 0;
+    if (rest > 0) cell.timer = window.setTimeout(() => void work(cell), rest);
+    else void work(cell);
   };
 
   const found = requests.map(({ request }) => {
@@ -85,7 +100,7 @@ export function useAnswers<K extends keyof Answers>(requests: ReadonlyArray<Aske
     let cell = cells.current.get(key);
     if (cell === undefined) {
       const value = kept.get(address(request)) ?? null;
-      cell = { answer: { value, error: null, isLoading: true }, asked: "", wanted: null, url: "", isBusy: false };
+      cell = { answer: { value, error: null, isLoading: true }, asked: "", wanted: null, url: "", isBusy: false, restUntil: 0, timer: 0 };
       cells.current.set(key, cell);
     }
     return cell;
@@ -97,10 +112,11 @@ export function useAnswers<K extends keyof Answers>(requests: ReadonlyArray<Aske
       const cell = found[i] as Cell;
       const url = address(request);
       if (cell.asked === `${url} ${stamp}`) return;
+      const before = cell.url;
       cell.asked = `${url} ${stamp}`;
       cell.url = url;
       cell.wanted = () => source.get(request);
-      if (!cell.isBusy) void work(cell);
+      start(cell, before);
     });
   });
   return found.map((cell) => cell.answer as Answer<Answers[K]>);

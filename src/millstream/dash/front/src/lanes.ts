@@ -70,9 +70,20 @@ export function spread(marks: readonly VersionMark[], view: Range, width: number
   for (const every of [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000, 1_000_000]) {
     const chosen = inView.filter(([, version]) => version % every === 0);
     const isRoomy = chosen.every(([at], i) => i === 0 || (at - (chosen[i - 1] as VersionMark)[0]) * scale >= room);
-    if (isRoomy) return chosen;
+    if (!isRoomy) continue;
+    // Of many versions the answer has only some, perhaps none that are round: then those that have room.
+    return chosen.length * 4 >= Math.min(inView.length, width / room) ? chosen : roomy(inView, room / scale);
   }
-  return [];
+  return roomy(inView, room / scale);
+}
+
+function roomy(marks: readonly VersionMark[], seconds: number): VersionMark[] {
+  let last = -Infinity;
+  return marks.filter(([at]) => {
+    if (at - last < seconds) return false;
+    last = at;
+    return true;
+  });
 }
 
 /** The mean idle share of the lanes of a kind; null without any. */
@@ -100,8 +111,12 @@ export interface Theme {
   readonly font: string;
 }
 
-export const ROW = 26; // pixels of a lane
-const GAP = 5; // between two lanes
+const GAP = 5; // pixels between two lanes
+
+/** Pixels of a lane: few lanes are drawn higher. */
+export function rowHeight(numLanes: number): number {
+  return numLanes <= 5 ? 44 : numLanes <= 10 ? 34 : 26;
+}
 
 const patterns = new Map<string, CanvasPattern | null>();
 
@@ -161,6 +176,7 @@ export interface Drawn {
   readonly lanes: readonly { readonly name: string; readonly boxes: readonly Box[] }[];
   readonly view: Range;
   readonly width: number;
+  readonly row: number; // pixels of a lane
   readonly origin: number;
   readonly end: number; // of the run
   readonly isOver: boolean;
@@ -171,16 +187,16 @@ export interface Drawn {
 }
 
 export function drawLanes(context: CanvasRenderingContext2D, drawn: Drawn, theme: Theme): void {
-  const { view, width, lanes } = drawn;
-  const height = lanes.length * ROW;
+  const { view, width, row, lanes } = drawn;
+  const height = lanes.length * row;
   const scale = width / (view.to - view.from || 1);
   const xOf = (at: number): number => (at - view.from) * scale;
   context.clearRect(0, 0, width, height);
   context.fillStyle = theme.lane;
-  lanes.forEach((_, i) => context.fillRect(0, i * ROW + GAP / 2, width, ROW - GAP));
+  lanes.forEach((_, i) => context.fillRect(0, i * row + GAP / 2, width, row - GAP));
   context.fillStyle = theme.line;
   for (const at of drawn.ticks) context.fillRect(Math.round(xOf(at + drawn.origin)), 0, 1, height);
-  lanes.forEach((lane, i) => drawLane(context, lane.boxes, i * ROW + GAP / 2, theme));
+  lanes.forEach((lane, i) => drawLane(context, lane.boxes, i * row + GAP / 2, row - GAP, theme));
   context.fillStyle = theme.isDark ? "#ffffff30" : "#00000026";
   const room = (drawn.marks.length * 5) / width < 1;
   if (room) for (const [at] of drawn.marks) context.fillRect(Math.round(xOf(at)), 0, 1, height);
@@ -192,7 +208,7 @@ export function drawLanes(context: CanvasRenderingContext2D, drawn: Drawn, theme
     const { lane, span } = drawn.chosen;
     context.strokeStyle = theme.ink;
     context.lineWidth = 2;
-    context.strokeRect(xOf(span[0]), lane * ROW + GAP / 2, Math.max(2, (span[1] - span[0]) * scale), ROW - GAP);
+    context.strokeRect(xOf(span[0]), lane * row + GAP / 2, Math.max(2, (span[1] - span[0]) * scale), row - GAP);
   }
   if (drawn.cursor !== null) {
     context.fillStyle = theme.accent;
@@ -200,8 +216,7 @@ export function drawLanes(context: CanvasRenderingContext2D, drawn: Drawn, theme
   }
 }
 
-function drawLane(context: CanvasRenderingContext2D, found: readonly Box[], top: number, theme: Theme): void {
-  const tall = ROW - GAP;
+function drawLane(context: CanvasRenderingContext2D, found: readonly Box[], top: number, tall: number, theme: Theme): void {
   context.font = theme.font;
   context.textBaseline = "middle";
   for (const { x, width, low, high, span } of found) {
@@ -215,7 +230,7 @@ function drawLane(context: CanvasRenderingContext2D, found: readonly Box[], top:
     const ink = isOnBlue && !theme.isDark ? "#ffffff" : "#101418";
     if (look.pattern !== "plain") {
       context.fillStyle = theme.isDark ? look.dark : look.light;
-      context.fillRect(Math.max(x, 0) + 2, top + 4, context.measureText(label).width + 4, tall - 8);
+      context.fillRect(Math.max(x, 0) + 2, top + tall / 2 - 8, context.measureText(label).width + 4, 16);
     }
     context.fillStyle = span[2] === "wait" ? theme.ink : ink;
     context.fillText(label, Math.max(x, 0) + 4, top + tall / 2 + 0.5);

@@ -7,10 +7,23 @@ import { EmbeddedSource, LiveSource } from "./source.ts";
 import "./style.css";
 import { storedTheme, storeTheme } from "./theme.ts";
 
+const TOKEN = /^#token=(.+)$/;
+const KEY = "millstream.token";
+
+/** From the address that `millstream dash` printed, which is then shown without it; kept for reloads of this tab. */
+function takeToken(): string | null {
+  const found = TOKEN.exec(location.hash)?.[1];
+  if (found !== undefined) {
+    sessionStorage.setItem(KEY, decodeURIComponent(found));
+    history.replaceState(null, "", location.pathname);
+  }
+  return sessionStorage.getItem(KEY);
+}
+
 storeTheme(storedTheme());
 const embedded = document.getElementById("answers")?.textContent;
 const root = document.getElementById("app");
 if (root !== null) {
-  const source = embedded ? new EmbeddedSource(JSON.parse(embedded) as ReportAnswers) : new LiveSource();
+  const source = embedded ? new EmbeddedSource(JSON.parse(embedded) as ReportAnswers) : new LiveSource(takeToken());
   render(<App source={source} />, root);
 }

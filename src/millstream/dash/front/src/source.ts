@@ -80,10 +80,14 @@ export class LiveSource implements Source {
   readonly isLive = true;
   readonly written = null;
 
+  /** `token`: where the server wants one. */
+  constructor(private readonly token: string | null = null) {}
+
   async get<K extends keyof Answers>(request: Request<K>): Promise<Answers[K]> {
     let response: Response;
     try {
-      response = await fetch(address(request), { cache: "no-store" });
+      const headers: HeadersInit = this.token === null ? {} : { Authorization: `Bearer ${this.token}` };
+      response = await fetch(address(request), { cache: "no-store", headers });
     } catch {
       throw new AnswerError("gone", "the server does not answer");
     }

@@ -40,6 +40,13 @@ test("marks have room for their text", () => {
   assert.deepEqual(shown.slice(0, 3).map(([, version]) => version), [0, 5, 10]);
 });
 
+test("marks without round numbers are still shown", () => {
+  const marks = Array.from({ length: 200 }, (_, i) => [i, 3 * i + 1] as const);
+  const shown = spread(marks, { from: 0, to: 200 }, 1000, 40);
+  assert.ok(shown.length >= 8);
+  assert.ok(shown.every(([at], i) => i === 0 || at - (shown[i - 1] as readonly [number, number])[0] >= 8));
+});
+
 test("the idle share of a kind is the mean of its lanes", () => {
   assert.equal(idleOf(answer(0, 1, [], 0.25).lanes, "engine"), 0.25);
   assert.equal(idleOf([], "learner"), null);

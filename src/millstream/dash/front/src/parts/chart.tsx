@@ -50,13 +50,13 @@ export function Chart(props: ChartProps) {
     [props.curves, props.isSmooth],
   );
   const ys = useMemo(
-    () => extent(drawn.flatMap((one) => [one.curve.values, one.isSparse && one.curve.low ? one.curve.low : [], one.isSparse && one.curve.high ? one.curve.high : []]), props.floor),
+    () => extent(drawn.flatMap(({ curve, isSparse }) => (isSparse ? [curve.values, curve.low ?? [], curve.high ?? []] : [curve.values])), props.floor),
     [drawn, props.floor],
   );
   const x = (value: number): number => LEFT + ((value - xs.from) / (xs.to - xs.from || 1)) * (wide - LEFT - RIGHT);
   const y = (value: number): number => TOP + (1 - (value - ys.from) / (ys.to - ys.from)) * (height - TOP - BOTTOM);
   const xTicks = (props.x === "seconds" ? timeTicks : ticks)(xs, Math.max(2, wide / 110));
-  const yTicks = ticks(ys, height > 200 ? 6 : 3);
+  const yTicks = ticks(ys, height > 200 ? 6 : 4);
   const paths = useMemo(
     () =>
       drawn.map(({ curve, mean, isSparse }) => ({

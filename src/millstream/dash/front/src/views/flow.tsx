@@ -42,7 +42,7 @@ export function Flow(props: { run: RunRow }) {
       <Problem error={error} />
       <div class="tools">
         <Choice label="Window" value={route.options["last"] ?? ""} options={LASTS} onChange={(seconds) => set({ last: seconds })} />
-        <span class="at note">{cursor === null ? `${duration(value.begin)} to ${duration(value.end)}` : `at ${duration(cursor)}`}</span>
+        <span class="at note">{cursor === null ? `${duration(Math.round(value.begin))} to ${duration(value.end)}` : `at ${duration(cursor)}`}</span>
       </div>
       <Panel title="What became of the groups" note={`${count(value.totals["admitted"] ?? 0, "group")} admitted`}>
         <Fates answer={value} />

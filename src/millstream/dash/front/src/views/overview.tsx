@@ -15,12 +15,12 @@ export const POINTS = 400;
 export function Overview(props: { run: RunRow }) {
   const { run } = props;
   const { value, error } = useAnswer({ kind: "overview", run: run.id }, run.stamp);
-  if (value === null) return error ? <Problem error={error} /> : <Empty>Reading {run.name} …</Empty>;
   return (
     <div class="view overview">
       <Problem error={error} />
       <Head answer={value} run={run} />
-      <div class="sides">
+      {value === null && error === null && <Empty>Reading {run.name} …</Empty>}
+      {value !== null && <div class="sides">
         <Curves run={run} series={value.series} />
         <aside aria-label="State of the run">
           <Findings answer={value} />
@@ -32,14 +32,15 @@ export function Overview(props: { run: RunRow }) {
           <Advice answer={value} />
           <History answer={value} />
         </aside>
-      </div>
+      </div>}
     </div>
   );
 }
 
-function Head(props: { answer: OverviewAnswer; run: RunRow }) {
+function Head(props: { answer: OverviewAnswer | null; run: RunRow }) {
   const { run } = props;
-  const { left_s, num_skipped } = props.answer;
+  const left_s = props.answer?.left_s ?? null;
+  const num_skipped = props.answer?.num_skipped ?? 0;
   const share = run.steps > 0 ? run.step / run.steps : 0;
   return (
     <div class="head">
@@ -75,7 +76,7 @@ function Curves(props: { run: RunRow; series: readonly SeriesInfo[] }) {
   );
   const xs = useMemo(() => extentOf([...curves.values()].flat()), [curves]);
   const [cursor, setCursor] = useCursor([...curves.values()].flat()[0]?.curve);
-  const groups = [...new Set(shown.map((one) => one.group))];
+  const groups = isAll ? [...new Set(shown.map((one) => one.group))] : ["main figures"];
   return (
     <div class="curves">
       <div class="tools">
@@ -90,7 +91,7 @@ function Curves(props: { run: RunRow; series: readonly SeriesInfo[] }) {
         <section key={group} aria-label={group} class="group">
           {isAll && <h2>{group}</h2>}
           <div class="grid">
-            {shown.filter((one) => one.group === group).map((one) => (
+            {shown.filter((one) => !isAll || one.group === group).map((one) => (
               <Chart
                 key={one.name}
                 title={one.title}
@@ -188,7 +189,7 @@ export function Waits(props: { rows: readonly WaitRow[]; isNow?: boolean }) {
             <tr key={`${row.owner} ${row.what}`}>
               <th scope="row">{row.owner}</th>
               <td>{row.what}</td>
-              <td class="right">{num(Math.round(row.num * 10) / 10)}</td>
+              <td class="right">{row.num < 10 && !Number.isInteger(row.num) ? row.num.toFixed(1) : num(Math.round(row.num))}</td>
               {!props.isNow && <td class="right">{percent(row.share)}</td>}
               <td class="right">{duration(row.seconds)}</td>
             </tr>

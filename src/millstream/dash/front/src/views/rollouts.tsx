@@ -35,7 +35,7 @@ function List(props: { run: RunRow }) {
   const sort = (route.options["sort"] as Sort) || "step";
   const isDescending = route.options["order"] !== "up";
   const filters = { query: route.options["query"] ?? "", environment: route.options["environment"] ?? "", fate: route.options["fate"] ?? "", step: route.options["step"] ?? "" };
-  const options = { sort, descending: isDescending ? 1 : "", ...filters };
+  const options = { sort, descending: isDescending ? 1 : 0, ...filters };
   const [scrolled, setScrolled] = useState(0);
   const [attach, size] = useSize<HTMLDivElement>();
   const box = useRef<HTMLDivElement | null>(null);
@@ -144,7 +144,7 @@ function Kept(props: { answer: RolloutsAnswer; run: RunRow; isFiltered: boolean 
   if (total === 0 && props.isFiltered) return <Empty>No rollout matches. {num_read < num_kept && `${num(num_read)} of ${num(num_kept)} were read so far.`}</Empty>;
   if (total === 0) return <Empty>No rollout has ended yet.</Empty>;
   const words = [props.isFiltered ? `${num(total)} of ${count(num_kept, "rollout")}` : count(total, "rollout")];
-  if (num_read < num_kept) words.push(`${num(num_read)} read so far`);
+  if (num_read < num_kept) words.push(`${num(num_read)} of ${num(num_kept)} read so far`);
   if (num_away > 0) words.push(`${num(num_away)} not kept (rollout.keep_gb)`);
   return <p class="note kept">{words.join(" · ")}</p>;
 }

@@ -6,7 +6,7 @@ import type { LaneRow, LanesAnswer, LaneSpan, RunRow } from "../api.ts";
 import { WORK, type Work } from "../color.ts";
 import { clock, duration, num, percent } from "../format.ts";
 import { type Answer, useAnswers, useIsDark, useKeys, usePage, useSize } from "../hooks.ts";
-import { type Box, boxAt, boxes, drawLanes, fillWork, idleOf, type LaneData, ROW, spansIn, spread, stepRate, type Theme } from "../lanes.ts";
+import { type Box, boxAt, boxes, drawLanes, fillWork, idleOf, type LaneData, rowHeight, spansIn, spread, stepRate, type Theme } from "../lanes.ts";
 import { Empty, Problem, Select, State } from "../parts/bits.tsx";
 import { Tooltip } from "../parts/tooltip.tsx";
 import { numberOption } from "../route.ts";
@@ -98,6 +98,7 @@ export function Timeline(props: { run: RunRow }) {
           track={track}
           index={i}
           isNamed={tracks.length > 1}
+          row={rowHeight(tracks.reduce((sum, one) => sum + (one.data?.whole.lanes.length ?? 0), 0))}
           view={view}
           chosen={chosen?.track === i ? chosen : null}
           onChoose={setChosen}
@@ -241,6 +242,7 @@ interface TrackProps {
   readonly track: Track;
   readonly index: number;
   readonly isNamed: boolean;
+  readonly row: number; // pixels of a lane
   readonly view: Range;
   readonly chosen: Chosen | null;
   onChoose(chosen: Chosen | null): void;
@@ -270,7 +272,7 @@ function TrackBlock(props: TrackProps) {
         {run.name} <State run={run} />
         <span class="note">
           {[`${num(run.step)} steps`, duration(run.seconds), ...idle].join(" · ")}
-          {!data.whole.is_exact && !(data.part?.is_exact ?? false) && " · each column is a mean: zoom in for single pieces of work"}
+          {!data.whole.is_exact && !(data.part?.is_exact ?? false) && " · columns are means: zoom in for single pieces of work"}
         </span>
       </h2>
       {!lanes.length ? (
@@ -303,7 +305,7 @@ function TrackBlock(props: TrackProps) {
           </div>
           <ol class="names">
             {lanes.map((lane) => (
-              <li key={lane.name} style={{ height: `${ROW}px` }} title={`${lane.name}: idle for ${percent(lane.idle_share)} of the window`}>
+              <li key={lane.name} style={{ height: `${props.row}px` }} title={`${lane.name}: idle for ${percent(lane.idle_share)} of the window`}>
                 <span class="name">{lane.name}</span>
                 <span class="idle">{percent(lane.idle_share)}</span>
               </li>
@@ -327,7 +329,7 @@ interface CanvasProps extends TrackProps {
 }
 
 function LaneCanvas(props: CanvasProps) {
-  const { data, lanes, range, wide, track } = props;
+  const { data, lanes, range, wide, track, row } = props;
   const canvas = useRef<HTMLCanvasElement>(null);
   const theme = useTheme();
   const [hover, setHover] = useState<{ x: number; y: number; at: number; lane: LaneRow | null; box: Box | null } | null>(null);
@@ -341,19 +343,19 @@ function LaneCanvas(props: CanvasProps) {
     if (!element || !context) return;
     const ratio = window.devicePixelRatio || 1;
     element.width = Math.round(wide * ratio);
-    element.height = Math.round(lanes.length * ROW * ratio);
+    element.height = Math.round(lanes.length * row * ratio);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const isOver = track.run.state !== "running";
     const chosen = props.chosen === null ? null : { lane: props.chosen.lane, span: props.chosen.span };
     const more = { origin: track.origin, end: data.whole.last, isOver, ticks: props.ticks, marks: props.versions, chosen };
-    drawLanes(context, { lanes: drawn, view: range, width: wide, cursor: hover?.at ?? null, ...more }, theme);
-  }, [drawn, theme, hover?.at, props.chosen, lanes.length, props.ticks]);
+    drawLanes(context, { lanes: drawn, view: range, width: wide, row, cursor: hover?.at ?? null, ...more }, theme);
+  }, [drawn, theme, hover?.at, props.chosen, lanes.length, props.ticks, row]);
 
   const find = (event: PointerEvent): { lane: number; box: Box | null; x: number } => {
     const box = (event.currentTarget as Element).getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const lane = Math.min(lanes.length - 1, Math.max(0, Math.floor(y / ROW)));
-    return { lane, x, box: boxAt(drawn[lane]?.boxes ?? [], x, 1 - (y / ROW - lane)) };
+    const lane = Math.min(lanes.length - 1, Math.max(0, Math.floor(y / row)));
+    return { lane, x, box: boxAt(drawn[lane]?.boxes ?? [], x, 1 - (y / row - lane)) };
   };
   const gestures = useGestures(canvas, props, wide, (event) => {
     const { lane, box, x } = find(event);
@@ -367,7 +369,7 @@ function LaneCanvas(props: CanvasProps) {
         role="img"
         tabIndex={0}
         aria-label={`Work by time. ${busy}. Arrow up and down choose a lane, comma and full stop a piece of work.`}
-        style={{ height: `${lanes.length * ROW}px` }}
+        style={{ height: `${lanes.length * row}px` }}
         {...gestures}
         onPointerLeave={() => setHover(null)}
         onClick={(event) => {
