@@ -24,7 +24,7 @@ from millstream.events import (
 )
 from millstream.events.index import COUNTED, DEPTHS
 
-MAX_EXACT_TILES = 40  # of a window whose events are read
+MAX_EXACT_TILES = 20  # of a window whose events are read
 MAX_ROW_TILES = 100  # that are searched for rows which no batch has taken
 MAX_WAITS = 30
 COUNTS = tuple(FlowCounts.__struct_fields__)

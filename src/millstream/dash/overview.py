@@ -48,7 +48,7 @@ from millstream.events import (
     WarmedUp,
     Warned,
 )
-from millstream.events.bottleneck import Bottleneck, TimeUse
+from millstream.events.bottleneck import RECENT, Bottleneck, TimeUse
 from millstream.run.advise import read_advice
 from millstream.run.folder import NOTES, RunFolder
 from millstream.run.progress import TimeLeft
@@ -57,7 +57,7 @@ MAX_HISTORY = 200
 MAX_SKIPPED_SHOWN = 20
 MAX_TEXT = 4000  # characters of one text
 MAX_NOTES = 1 << 20  # bytes
-LAST_TILES = 100  # that are read for what holds a run up
+LAST_TILES = 40  # that are read for what holds a run up, at most
 SUMMARY = "summary.json"
 
 
@@ -65,8 +65,10 @@ class _Summary(Struct, frozen=True):
     bottleneck: Bottleneck | None = None
 
 
-def overview_answer(run: RunRow, folder: RunFolder, tiles: RunTiles | None, metrics: MetricRows) -> OverviewAnswer:
-    """`tiles`: None where there is no log."""
+def overview_answer(
+    run: RunRow, folder: RunFolder, tiles: RunTiles | None, metrics: MetricRows, held_up: BottleneckRow | None
+) -> OverviewAnswer:
+    """`tiles`: None where there is no log. `held_up`: see `bottleneck_row`."""
     skipped = [*metrics.skipped]
     status = None
     if tiles is not None:
@@ -85,7 +87,7 @@ def overview_answer(run: RunRow, folder: RunFolder, tiles: RunTiles | None, metr
             for one in status.waits
         ],
         waits_at=None if status is None else status.at,
-        bottleneck=None if tiles is None else _bottleneck(folder, tiles, run),
+        bottleneck=held_up,
         findings=[] if tiles is None else _findings(tiles),
         advice=[
             AdviceRow(words=one.words, gain=one.gain, low=one.low, high=one.high, command=one.command, note=one.note)
@@ -117,7 +119,7 @@ def _left_s(tiles: RunTiles, run: RunRow) -> float | None:
     return left.seconds()
 
 
-def _bottleneck(folder: RunFolder, tiles: RunTiles, run: RunRow) -> BottleneckRow | None:
+def bottleneck_row(folder: RunFolder, tiles: RunTiles, run: RunRow) -> BottleneckRow | None:
     """As the summary says; without one, from the last events."""
     found = None
     if run.state == "ended":
@@ -129,8 +131,8 @@ def _bottleneck(folder: RunFolder, tiles: RunTiles, run: RunRow) -> BottleneckRo
 
 
 def _bottleneck_now(tiles: RunTiles) -> Bottleneck | None:
-    num = len(tiles.tiles)
-    begin = max(0, num - LAST_TILES)
+    num, steps = len(tiles.tiles), tiles.steps.of("tile")
+    begin = max(0, num - LAST_TILES, int(steps[-RECENT - 1]) if len(steps) > RECENT else 0)
     use = TimeUse()
     for event in tiles.marked(ConfigWritten, SizesChosen, RunStarted, Resumed) if begin else ():
         use.add(event)

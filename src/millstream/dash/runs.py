@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from millstream.dash.api import (
+    BottleneckRow,
     FlowAnswer,
     GroupAnswer,
     LanesAnswer,
@@ -29,7 +30,7 @@ from millstream.dash.api import (
     SeriesAnswer,
 )
 from millstream.dash.flow import flow_answer
-from millstream.dash.overview import SUMMARY, overview_answer
+from millstream.dash.overview import SUMMARY, bottleneck_row, overview_answer
 from millstream.dash.rollouts import RolloutFilter, RolloutTable
 from millstream.dash.series import MetricRows, XAxis, series_answer
 from millstream.dash.tiles import RunTiles
@@ -48,6 +49,7 @@ TAIL_BYTES = 1 << 18  # in which the last event is
 ANSWER_S = 1.0  # that a request reads a log or rollouts before it answers with what there is
 BUILD_S = 0.2  # that is read at a time, in the background
 PAUSE_S = 0.005
+HELD_UP_S = 15.0
 MAX_ID = 100  # characters
 STOPPED = ("Stopped", "KeyboardInterrupt")
 FILES = ("events.jsonl", "events.index", "metrics.jsonl", "config.toml", SUMMARY, ADVICE, NOTES, ROLLOUTS_FOLDER)
@@ -77,6 +79,9 @@ class WatchedRun:
         self._free_lock: int | None = None  # when the lock file was written that no process holds
         self._config: tuple[object, dict[str, Any]] | None = None
         self._is_simulated: bool | None = None
+        self._held_up: tuple[object, float, BottleneckRow | None] | None = (
+            None  # what it was computed from, when, the result
+        )
 
     # ---- the row -------------------------------------------------------------------------------------------------------
 
@@ -182,9 +187,16 @@ class WatchedRun:
             self._metrics.refresh()
         row = self.row()
         if tiles is None:
-            return overview_answer(row, self.folder, None, self._metrics)
+            return overview_answer(row, self.folder, None, self._metrics, None)
         with tiles.lock:
-            return overview_answer(row, self.folder, tiles, self._metrics)
+            return overview_answer(row, self.folder, tiles, self._metrics, self._bottleneck(tiles, row))
+
+    def _bottleneck(self, tiles: RunTiles, row: RunRow) -> BottleneckRow | None:
+        """Of an active run it is computed again after `HELD_UP_S`: that reads the last steps."""
+        key, now = (tiles.num_bytes, row.state), time.monotonic()
+        if self._held_up is None or (key != self._held_up[0] and now > self._held_up[1] + HELD_UP_S):
+            self._held_up = (key, now, bottleneck_row(self.folder, tiles, row))
+        return self._held_up[2]
 
     def series(self, names: list[str], x: XAxis, num_points: int) -> SeriesAnswer:
         tiles = self._fresh_tiles()

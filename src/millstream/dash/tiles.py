@@ -296,14 +296,15 @@ class RunTiles:
     def events(self, tiles: Iterable[int], *kinds: type[Event], containing: bytes = b"") -> Iterator[AnyEvent]:
         """Of these tiles, in their order: all, or of these kinds, or with this in their lines. What cannot be read is left
         out."""
-        tags = [f'"kind":"{kind.__struct_config__.tag}"'.encode() for kind in kinds]
-        tags += [containing] if containing else []
+        tags = {str(kind.__struct_config__.tag).encode() for kind in kinds}
         offsets, ends = self.tiles.sorted_by("offset"), self.tiles.sorted_by("end")
+        if not offsets:
+            return
         with self.path.open("rb") as log:
             for number in tiles:
                 log.seek(offsets[number])
                 for line in io.BytesIO(log.read(ends[number] - offsets[number])):
-                    if tags and not any(tag in line for tag in tags):
+                    if (tags and _tag_of(line) not in tags) or containing not in line:
                         continue
                     with suppress(ValueError, KeyError, TypeError, RecursionError):
                         if not self.void or self._counts(seq_of(line)):
@@ -312,12 +313,14 @@ class RunTiles:
     def marked(self, *kinds: type[E_]) -> Iterator[E_]:
         """The events of these kinds, which are among those that are seldom, in their order."""
         tags = {str(kind.__struct_config__.tag) for kind in kinds}
+        wanted = [mark for _, mark in self.marks if mark.kind in tags]
+        if not wanted:
+            return
         with self.path.open("rb") as log:
-            for _, mark in self.marks:
-                if mark.kind in tags:
-                    event = _event_at(log, mark)
-                    if isinstance(event, kinds):
-                        yield event
+            for mark in wanted:
+                event = _event_at(log, mark)
+                if isinstance(event, kinds):
+                    yield event
 
     def last_status(self) -> Status | None:
         if not self.statuses:
@@ -325,6 +328,11 @@ class RunTiles:
         with self.path.open("rb") as log:
             event = _event_at(log, self.statuses[-1][1])
         return event if isinstance(event, Status) else None
+
+
+def _tag_of(line: bytes) -> bytes:
+    begin = line.find(b'"kind":"') + 8
+    return line[begin : line.find(b'"', begin)]
 
 
 def _event_at(log: BinaryIO, mark: TileMark) -> AnyEvent | None:

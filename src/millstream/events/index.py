@@ -53,6 +53,15 @@ COUNTED = (
     *("admitted", "restarted", "rollouts_started", "rollouts_ended", "rollouts_failed", "rollouts_aborted"),
 )
 _PLACES = {name: number for number, name in enumerate(COUNTED)}
+_NOT_COUNTED = len(COUNTED)
+_COUNTED_KINDS: dict[type[Event], int] = {
+    RolloutStarted: _PLACES["rollouts_started"],
+    RolloutEnded: _PLACES["rollouts_ended"],
+    RolloutFailed: _PLACES["rollouts_failed"],
+    RolloutAborted: _PLACES["rollouts_aborted"],
+    GroupRestarted: _PLACES["restarted"],
+    **dict.fromkeys((GroupTaken, GroupResumed, DraftsChecked), _NOT_COUNTED),
+}
 DEPTHS = ("requests_waiting", "requests_running", "rows_in_store", "groups_outstanding", "groups_taken", "budget")
 
 
@@ -131,17 +140,9 @@ class Tiler:
         self._line = line
         self._add: dict[type[Event], Callable[[Any], None]] = {
             Span: lambda one: self._work(one.worker, one.what, one.at, one.seconds, one.num_tokens),
-            RolloutStarted: lambda one: self._count("rollouts_started"),
-            RolloutEnded: lambda one: self._count("rollouts_ended"),
-            RolloutFailed: lambda one: self._count("rollouts_failed"),
-            RolloutAborted: lambda one: self._count("rollouts_aborted"),
             GroupAdmitted: self._admit,
             GroupLeft: lambda one: self._count(one.fate.value),
-            GroupRestarted: lambda one: self._count("restarted"),
             GroupScored: lambda one: self._work(REWARDS, "score", one.at, one.seconds),
-            GroupTaken: _nothing,
-            GroupResumed: _nothing,
-            DraftsChecked: _nothing,
             Status: self._read_status,
             Stepped: self._step,
             WeightsLoaded: lambda one: self._work(one.engine, "load weights", one.at, one.seconds),
@@ -155,7 +156,7 @@ class Tiler:
         self._first_seq = self._last_seq = -1
         self._begin = math.inf
         self._until = -math.inf
-        self._counts = [0] * len(COUNTED)
+        self._counts = [0] * (len(COUNTED) + 1)
         self._num_readings = 0
         self._depths = [0] * len(DEPTHS)
         self._works: dict[tuple[str, str], list[Any]] = {}
@@ -179,12 +180,15 @@ class Tiler:
             self._begin = at
         if at > self._until:
             self._until = at
-        handle = self._add.get(type(event))
-        if handle is None:
+        kind = type(event)
+        place = _COUNTED_KINDS.get(kind)
+        if place is not None:
+            self._counts[place] += 1
+        elif (handle := self._add.get(kind)) is None:
             self._mark(seq, event, size)
         else:
             handle(event)
-            if type(event) is Status:
+            if kind is Status:
                 self._status = TileMark("status", seq, self._end, size)
         self._end += size
         self.num_lines += 1
@@ -212,7 +216,7 @@ class Tiler:
             last_seq=self._last_seq,
             begin=_short(self._begin) if is_read else 0.0,
             until=_short(self._until) if is_read else 0.0,
-            counts=self._counts,
+            counts=self._counts[:_NOT_COUNTED],
             num_readings=self._num_readings,
             depths=self._depths,
             work=[
@@ -283,10 +287,6 @@ class Tiler:
             self._resumes.append((seq, event.from_seq))
         elif isinstance(event, CheckpointSealed):
             self._work(DRIVER, "write a checkpoint", event.at, event.seconds)
-
-
-def _nothing(event: Event) -> None:
-    pass
 
 
 def _short(seconds: float) -> float:

@@ -409,13 +409,15 @@ def holder_of(path: Path) -> int | None:
     if path.resolve() in _HELD:  # a lock is the process's: asking for it would release it
         return os.getpid()
     try:
-        with (path / LOCK).open("rb") as file:
-            pid = file.read(20)
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (FileNotFoundError, NotADirectoryError):
+        file = (path / LOCK).open("rb")
+    except OSError:  # there is none, or this user may not look
         return None
-    except OSError:
-        return int(pid) if pid.isdigit() else 0
+    with file:
+        pid = file.read(20)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return int(pid) if pid.isdigit() else 0
     return None
 
 
