@@ -105,11 +105,11 @@ def live(runs: Path) -> Iterator[Command]:
 
 
 @contextmanager
-def dash(runs: Path, port: int = 0) -> Iterator[str]:
+def dash(runs: Path, port: int = 0, token: str | None = None) -> Iterator[str]:
     async def close() -> None:
         return None
 
-    with serving(lambda: (dash_app(RunCatalog([runs])), close), port) as url:
+    with serving(lambda: (dash_app(RunCatalog([runs]), token=token), close), port) as url:
         yield url
 
 
@@ -389,13 +389,34 @@ def test_the_page_says_when_the_server_is_gone_and_continues(runs: Path, browser
     tab = Tab(browser)
     with dash(runs) as url:
         page = tab.open(url, "done", "overview")
+    page.keyboard.press("3")  # asked for while there is no server
     page.wait_for_selector(".banner.bad", timeout=15_000)
     assert "does not answer" in text_of(page, ".banner.bad")
+    page.keyboard.press("1")
     assert page.locator(".chart path").first.is_visible(), "what was known stays"
+    page.keyboard.press("3")
     with dash(runs, int(url.rsplit(":", 1)[1])):
         page.wait_for_selector(".banner.bad", state="detached", timeout=20_000)
+        page.wait_for_selector(READY["flow"])
     tab.context.close()
     assert all("Failed to load resource" in one for one in tab.said)
+
+
+def test_a_page_with_a_token_shows_runs_and_one_without_it_says_what_to_do(runs: Path, browser: Any) -> None:
+    with dash(runs, token="secret") as url:
+        tab = Tab(browser)
+        tab.page.goto(f"{url}/#token=secret")
+        tab.page.wait_for_selector(READY["overview"])
+        assert "secret" not in tab.page.url
+        tab.page.reload()
+        tab.page.wait_for_selector(READY["overview"])
+        assert tab.said == []
+        tab.context.close()
+        other = Tab(browser)
+        other.page.goto(url)
+        other.page.wait_for_selector(".banner.bad")
+        assert "token" in text_of(other.page, ".banner.bad")
+        other.context.close()
 
 
 # ---- after its death -----------------------------------------------------------------------------------------------------
