@@ -189,9 +189,7 @@ def test_a_live_run_updates_by_itself_and_what_is_open_stays_open(live: Command,
     assert page.locator("details[open] pre.config").is_visible()
 
 
-def test_a_live_run_keeps_the_rollout_that_is_read_and_the_place_in_the_list(
-    live: Command, url: str, tab: Tab
-) -> None:
+def test_a_live_run_keeps_the_rollout_that_is_read_and_the_place_in_the_list(live: Command, url: str, tab: Tab) -> None:
     page = tab.open(url, "live", "rollouts", "?sort=reward")
     page.locator(".rows .row a").nth(3).click()
     page.wait_for_selector(".group .turn")

@@ -16,7 +16,10 @@ MAX_BYTES = 60_000  # compressed, all files
 
 def digest_of_sources() -> str:
     """As `build.mjs` computes it."""
-    files = [*(FRONT / name for name in ("build.mjs", "package-lock.json", "tsconfig.json")), *(FRONT / "src").rglob("*")]
+    files = [
+        *(FRONT / name for name in ("build.mjs", "package-lock.json", "tsconfig.json")),
+        *(FRONT / "src").rglob("*"),
+    ]
     names = sorted(path.relative_to(FRONT).as_posix() for path in files if path.is_file())
     found = hashlib.sha256()
     for name in names:
@@ -35,7 +38,9 @@ def test_the_page_is_small_and_fetches_nothing_from_elsewhere() -> None:
     files = sorted(STATIC.iterdir())
     assert [path.name for path in files] == ["app.css", "app.js", "index.html"]
     assert sum(len(gzip.compress(path.read_bytes())) for path in files) < MAX_BYTES
-    addresses = {found for path in files for found in re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\"'`)\s]*", path.read_text())}
+    addresses = {
+        found for path in files for found in re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\"'`)\s]*", path.read_text())
+    }
     names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml", "http://www.w3.org/1998/Math/MathML"}
     assert addresses <= names, addresses - names
 

@@ -69,7 +69,7 @@ class RolloutFilter(Struct, frozen=True, kw_only=True):
     limit: int = 50
 
 
-class RolloutTable:
+class RolloutList:
     """`lock` is held by who refreshes or reads."""
 
     def __init__(self, run_dir: Path) -> None:

@@ -31,7 +31,7 @@ from millstream.dash.api import (
 )
 from millstream.dash.flow import flow_answer
 from millstream.dash.overview import SUMMARY, bottleneck_row, overview_answer
-from millstream.dash.rollouts import RolloutFilter, RolloutTable
+from millstream.dash.rollouts import RolloutFilter, RolloutList
 from millstream.dash.series import MetricRows, XAxis, series_answer
 from millstream.dash.tiles import RunTiles
 from millstream.dash.timeline import lanes_answer
@@ -71,7 +71,7 @@ class WatchedRun:
         self.folder = RunFolder(path)
         self._tiles = RunTiles(self.folder.events)
         self._metrics = MetricRows(self.folder.metrics)
-        self._table = RolloutTable(path)
+        self._table = RolloutList(path)
         self._reads_log = _Reading(lambda seconds: self._tiles.refresh(seconds, self._may_write))
         self._reads_rollouts = _Reading(lambda seconds: self._table.refresh(seconds, self._tiles.sources))
         self._lock = threading.Lock()
@@ -242,7 +242,7 @@ class WatchedRun:
             pass
 
     def _may_write(self) -> bool:
-        """An index beside the log: only where no process of the run writes one."""
+        """An index into the folder: only where no process of the run writes one."""
         return os.access(self.folder.path, os.W_OK) and not self._is_held()
 
 

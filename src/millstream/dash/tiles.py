@@ -26,7 +26,7 @@ from millstream.events.index import (
     COUNTED,
     DEPTHS,
     TILE,
-    Tile,
+    EventTile,
     TileMark,
     Tiler,
     TileSkip,
@@ -123,7 +123,7 @@ class RunTiles:
 
     def refresh(self, max_s: float = float("inf"), may_write: Callable[[], bool] = lambda: False) -> bool:
         """Reads what has been written since, for about `max_s`. Returns whether that is all. `may_write`: whether an index that
-        was made may be written beside the log. Raises `OSError`."""
+        was made may be written to the folder of the log. Raises `OSError`."""
         with self.lock, self.path.open("rb") as log:
             found = os.fstat(log.fileno())
             identity = (found.st_dev, found.st_ino)
@@ -189,7 +189,7 @@ class RunTiles:
 
     # ---- adding --------------------------------------------------------------------------------------------------------
 
-    def _add(self, tile: Tile) -> None:
+    def _add(self, tile: EventTile) -> None:
         self.num_bytes = tile.end
         self._line = tile.line + tile.num_lines
         self.num_skipped += tile.num_skipped
@@ -211,7 +211,7 @@ class RunTiles:
         if first <= from_seq:
             self._append(self._count_again(offset, end, line))
 
-    def _count_again(self, offset: int, end: int, line: int) -> Tile:
+    def _count_again(self, offset: int, end: int, line: int) -> EventTile:
         """The tile of these bytes, without what is void."""
         tiler = Tiler(offset, line)
         with self.path.open("rb") as log:
@@ -223,7 +223,7 @@ class RunTiles:
     def _counts(self, seq: int) -> bool:
         return not any(from_seq < seq < resumed for resumed, from_seq in self.void.items())
 
-    def _append(self, tile: Tile) -> None:
+    def _append(self, tile: EventTile) -> None:
         number = len(self.tiles)
         reach = min((one.begin for one in tile.work), default=tile.begin)
         last_seq = max(tile.last_seq, int(self.tiles.last("last_seq")) if number else -1)
@@ -265,8 +265,9 @@ class RunTiles:
     # ---- an index that was made ----------------------------------------------------------------------------------------
 
     def _write_index(self) -> None:
-        """Beside the log, in place of the shorter one that is there."""
-        made, self._made = self._made, []
+        """In the folder of the log, in place of the shorter one that is there."""
+        made = self._made
+        self._made = []
         path = index_of(self.path)
         new = path.with_name(f".{path.name}.{os.getpid()}.new")
         with suppress(OSError):

@@ -127,7 +127,7 @@ class TimeUse:
         self._step = _StepUse()
 
     def begin_at(self, at: float, in_flight: int) -> None:
-        """Leave out what came before: so many rollouts are in flight then."""
+        """Leave out what came before: `in_flight` rollouts are left of it."""
         self._now = self._since = at
         self._in_flight = in_flight
 

@@ -1,17 +1,17 @@
-"""An index beside the events: `events.index` has one line, a *tile*, for every `TILE` lines of `events.jsonl`: where they are
+"""The index of the events: `events.index` has one line, a *tile*, for every `TILE` lines of `events.jsonl`: where they are
 in the file, when they happened, and what they add up to. A view of a long run reads tiles; a view of a few seconds reads the
 events of a few tiles.
 
 The index is made as the events are written, by the same thread, and is a copy: it can be deleted, and is made again
 by `millstream dash`. A tile is a function of its lines alone. It counts events that a resume has undone: who reads tiles takes
-those back (`Tile.resumes`). A line that cannot be read is counted, with the reason.
+those back (`EventTile.resumes`). A line that cannot be read is counted, with the reason.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -108,7 +108,7 @@ class TileSkip(Struct, frozen=True, array_like=True):
     why: str
 
 
-class Tile(Struct, frozen=True, array_like=True):
+class EventTile(Struct, frozen=True, array_like=True):
     offset: int  # of its first line
     end: int  # the first byte after it
     line: int  # the number of the first line
@@ -205,9 +205,9 @@ class Tiler:
         self._end += size
         self.num_lines += 1
 
-    def take(self) -> Tile:
+    def take(self) -> EventTile:
         is_read = self._first_seq >= 0
-        tile = Tile(
+        tile = EventTile(
             offset=self._offset,
             end=self._end,
             line=self._line,
@@ -318,21 +318,10 @@ def add_line(tiler: Tiler, line: bytes, is_counted: Callable[[int], bool] | None
     tiler.add(seq, event, len(line))
 
 
-def tiles_of(lines: Iterable[bytes], offset: int = 0, line: int = 1) -> Iterator[Tile]:
-    """Of complete lines from this byte on. The last may have fewer than `TILE`."""
-    tiler = Tiler(offset, line)
-    for one in lines:
-        add_line(tiler, one)
-        if tiler.num_lines == TILE:
-            yield tiler.take()
-    if tiler.num_lines:
-        yield tiler.take()
-
-
 # ---- the file ----------------------------------------------------------------------------------------------------------
 
 
-_decoder = msgspec.json.Decoder(Tile)
+_decoder = msgspec.json.Decoder(EventTile)
 _encoder = msgspec.json.Encoder()
 
 
@@ -340,11 +329,11 @@ def index_of(events: Path) -> Path:
     return events.with_suffix(".index")
 
 
-def encode_tile(tile: Tile) -> bytes:
+def encode_tile(tile: EventTile) -> bytes:
     return _encoder.encode(tile) + b"\n"
 
 
-def read_tiles(path: Path, begin: int = 0) -> Iterator[tuple[Tile, int]]:
+def read_tiles(path: Path, begin: int = 0) -> Iterator[tuple[EventTile, int]]:
     """The whole tiles from this byte on, each with the first byte after it. What is damaged, or of another version, ends it.
     Raises `OSError`."""
     with path.open("rb") as file:
@@ -360,7 +349,7 @@ def read_tiles(path: Path, begin: int = 0) -> Iterator[tuple[Tile, int]]:
             yield tile, begin
 
 
-def is_in_place(tile: Tile, events: BinaryIO) -> bool:
+def is_in_place(tile: EventTile, events: BinaryIO) -> bool:
     """Whether the file has these events where the tile says."""
     events.seek(max(0, tile.offset - 1))
     before = events.read(1) if tile.offset else b"\n"
@@ -375,7 +364,7 @@ def is_in_place(tile: Tile, events: BinaryIO) -> bool:
 
 
 class IndexWriter:
-    """Writes tiles beside a log that is appended to. A disk that takes nothing, or a log with too much that has no tiles, costs
+    """Writes the tiles of a log that is appended to. A disk that takes nothing, or a log with too much that has no tiles, costs
     the rest of the index, which `millstream dash` makes, and not the run."""
 
     def __init__(self, events: Path) -> None:
