@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from millstream.dash.report import write_report
 from millstream.dash.runs import RunCatalog
 from millstream.dash.server import dash_app
 from support.commands import Command, run_command, start_command
@@ -104,11 +105,11 @@ def live(runs: Path) -> Iterator[Command]:
 
 
 @contextmanager
-def dash(runs: Path, port: int = 0) -> Iterator[str]:
+def dash(runs: Path, port: int = 0, token: str | None = None) -> Iterator[str]:
     async def close() -> None:
         return None
 
-    with serving(lambda: (dash_app(RunCatalog([runs])), close), port) as url:
+    with serving(lambda: (dash_app(RunCatalog([runs]), token=token), close), port) as url:
         yield url
 
 
@@ -138,7 +139,7 @@ class Tab:
         self.page.on("dialog", lambda dialog: (self.said.append("a dialog opened"), dialog.dismiss()))
 
     def open(self, url: str, run: str, view: str, query: str = "") -> Any:
-        self.page.goto(f"{url}/#/{run}/{view}{query}")
+        self.page.goto(f"{url}{'' if url.startswith('file:') else '/'}#/{run}/{view}{query}")
         self.page.wait_for_selector(READY[view], timeout=30_000)
         return self.page
 
@@ -158,6 +159,11 @@ def tab(browser: Any) -> Iterator[Tab]:
     yield tab
     tab.context.close()
     assert tab.said == []
+
+
+def wait_until(page: Any, expression: str) -> None:
+    """`wait_for_function` evaluates text, which the page's Content-Security-Policy forbids."""
+    wait_for(lambda: page.evaluate(expression), 30)
 
 
 def text_of(page: Any, selector: str) -> str:
@@ -257,12 +263,12 @@ def test_the_timeline_zooms_pans_and_names_what_is_under_the_pointer(url: str, t
     box = page.locator(".lanes canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 12)
     page.mouse.wheel(0, -600)
-    page.wait_for_function("location.hash.includes('from=')")
+    wait_until(page, "location.hash.includes('from=')")
     first = page.url
     page.keyboard.press("ArrowRight")
-    page.wait_for_function(f"location.href !== {json.dumps(first)}")
+    wait_until(page, f"location.href !== {json.dumps(first)}")
     page.keyboard.press("0")
-    page.wait_for_function("!location.hash.includes('from=')")
+    wait_until(page, "!location.hash.includes('from=')")
     page.keyboard.press("ArrowDown")
     page.keyboard.press(".")
     assert "to" in text_of(page, ".details")
@@ -288,7 +294,7 @@ def test_two_runs_share_one_axis(live: Command, url: str, tab: Tab) -> None:
 def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab) -> None:
     page = tab.open(url, "done", "rollouts")
     page.get_by_role("button", name="reward").click()
-    page.wait_for_function("location.hash.includes('sort=reward')")
+    wait_until(page, "location.hash.includes('sort=reward')")
     page.locator(".rows .row", has_text="1").first.click()
     page.wait_for_selector(".tokens span")
     for color in ("log_prob", "ratio", "advantage", "none", "version"):
@@ -312,7 +318,7 @@ def test_a_long_list_has_few_elements(live: Command, url: str, tab: Tab) -> None
     assert total > 100
     assert page.locator(".rows .tall .row").count() < 80
     page.evaluate("document.querySelector('.rows').scrollTop = 1e6")
-    page.wait_for_function(f"document.querySelector('.rows .row:last-child')?.ariaRowIndex === '{total + 1}'")
+    wait_until(page, f"document.querySelector('.rows .tall .row:last-child')?.ariaRowIndex === '{total + 1}'")
 
 
 def test_text_of_prompts_notes_and_names_is_text(url: str, tab: Tab) -> None:
@@ -352,6 +358,21 @@ def test_keys_choose_views_colors_and_help(url: str, tab: Tab) -> None:
     page.wait_for_selector(READY["rollouts"])
 
 
+def test_a_report_in_one_file_is_the_same_page_and_asks_nothing(runs: Path, tab: Tab) -> None:
+    file = runs.parent / "report.html"
+    write_report(runs / "done", file)
+    asked: list[str] = []
+    tab.page.on("request", lambda request: asked.append(request.url))
+    for view in VIEWS:
+        tab.open(file.as_uri(), "", view)
+    page = tab.open(file.as_uri(), "", "rollouts", "?sort=reward")
+    page.locator(".rows .row a").first.click()
+    page.wait_for_selector(".turn.prompt pre")
+    assert HOSTILE in text_of(page, ".turn.prompt pre")
+    assert page.evaluate("[window.hacked, document.title.includes('hacked')]") == [None, False]
+    assert all(one.startswith(("file:", "data:")) for one in asked), asked
+
+
 def test_a_run_that_cannot_be_read_says_why(url: str, tab: Tab) -> None:
     page = tab.page
     page.goto(f"{url}/#/broken/overview")
@@ -366,13 +387,34 @@ def test_the_page_says_when_the_server_is_gone_and_continues(runs: Path, browser
     tab = Tab(browser)
     with dash(runs) as url:
         page = tab.open(url, "done", "overview")
+    page.keyboard.press("3")  # asked for while there is no server
     page.wait_for_selector(".banner.bad", timeout=15_000)
     assert "does not answer" in text_of(page, ".banner.bad")
+    page.keyboard.press("1")
     assert page.locator(".chart path").first.is_visible(), "what was known stays"
+    page.keyboard.press("3")
     with dash(runs, int(url.rsplit(":", 1)[1])):
         page.wait_for_selector(".banner.bad", state="detached", timeout=20_000)
+        page.wait_for_selector(READY["flow"])
     tab.context.close()
     assert all("Failed to load resource" in one for one in tab.said)
+
+
+def test_a_page_with_a_token_shows_runs_and_one_without_it_says_what_to_do(runs: Path, browser: Any) -> None:
+    with dash(runs, token="secret") as url:
+        tab = Tab(browser)
+        tab.page.goto(f"{url}/#token=secret")
+        tab.page.wait_for_selector(READY["overview"])
+        assert "secret" not in tab.page.url
+        tab.page.reload()
+        tab.page.wait_for_selector(READY["overview"])
+        assert tab.said == []
+        tab.context.close()
+        other = Tab(browser)
+        other.page.goto(url)
+        other.page.wait_for_selector(".banner.bad")
+        assert "token" in text_of(other.page, ".banner.bad")
+        other.context.close()
 
 
 # ---- after its death -----------------------------------------------------------------------------------------------------

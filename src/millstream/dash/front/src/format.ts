@@ -3,6 +3,7 @@
 /** A number with about four significant figures: 0.8123, 12.35, 1,204, 3.2M. A dash for no value. */
 export function num(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value < 0) return `−${num(-value)}`;
   const size = Math.abs(value);
   if (size >= 1e9) return `${trim(value / 1e9, 2)}G`;
   if (size >= 1e6) return `${trim(value / 1e6, 2)}M`;
@@ -19,7 +20,7 @@ export function num(value: number | null | undefined): string {
 /** With a real minus sign, and a plus for values above 0. */
 export function signed(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  return value > 0 ? `+${num(value)}` : num(value).replace(/^-/, "−");
+  return value > 0 ? `+${num(value)}` : num(value);
 }
 
 function trim(value: number, digits: number): string {
@@ -55,12 +56,12 @@ export function duration(seconds: number | null | undefined): string {
 /** A time on an axis whose ticks are `step` seconds apart: as many figures as tell two ticks apart. */
 export function clock(seconds: number, step: number): string {
   if (seconds < 0) return `−${clock(-seconds, step)}`;
-  if (step < 1e-3) return `${trim(seconds * 1000, 3)} ms`;
-  if (step < 1) return `${seconds.toFixed(step < 0.01 ? 3 : step < 0.1 ? 2 : 1)} s`;
-  const total = Math.round(seconds);
-  if (total < 60 && step < 60) return `${total} s`;
-  const [hours, minutes, rest] = [Math.floor(total / 3600), Math.floor(total / 60) % 60, total % 60];
-  return hours ? `${hours}:${pad(minutes)}:${pad(rest)}` : `${minutes}:${pad(rest)}`;
+  const digits = step >= 1 ? 0 : Math.min(6, Math.ceil(-Math.log10(step) - 1e-9));
+  const shown = Number(seconds.toFixed(digits));
+  if (shown < 60 && step < 60) return `${shown.toFixed(digits)} s`;
+  const [hours, minutes, rest] = [Math.floor(shown / 3600), Math.floor(shown / 60) % 60, shown % 60];
+  const tail = `${rest < 10 ? "0" : ""}${rest.toFixed(digits)}`;
+  return hours ? `${hours}:${pad(minutes)}:${tail}` : `${minutes}:${tail}`;
 }
 
 function pad(value: number): string {

@@ -42,7 +42,7 @@ function keep(key: string, value: unknown): void {
 
 interface Cell {
   answer: Answer<unknown>;
-  asked: string; // the address and stamp that was asked for last
+  asked: string; // the address and the stamp of the last request
   wanted: (() => Promise<unknown>) | null; // what to ask for next
   url: string;
   isBusy: boolean;
@@ -55,7 +55,7 @@ const REST = 3; // times as long as an answer took: a slow answer does not becom
 /** The answers to some requests, each asked for again when its stamp changes. One request of a subject at a time, the newest
  * wins; the last value stays until the next one is there, also when options of the same subject change: nothing flickers. */
 export function useAnswers<K extends keyof Answers>(requests: ReadonlyArray<Asked<K>>): Answer<Answers[K]>[] {
-  const { source } = usePage();
+  const { source, feed } = usePage();
   const [, redraw] = useState(0);
   const cells = useRef(new Map<string, Cell>());
   const isGone = useRef(false);
@@ -111,9 +111,10 @@ export function useAnswers<K extends keyof Answers>(requests: ReadonlyArray<Aske
     requests.forEach(({ request, stamp }, i) => {
       const cell = found[i] as Cell;
       const url = address(request);
-      if (cell.asked === `${url} ${stamp}`) return;
+      const asked = `${url} ${stamp} ${feed.numReturns}`;
+      if (cell.asked === asked) return;
       const before = cell.url;
-      cell.asked = `${url} ${stamp}`;
+      cell.asked = asked;
       cell.url = url;
       cell.wanted = () => source.get(request);
       start(cell, before);

@@ -221,8 +221,8 @@ function drawLane(context: CanvasRenderingContext2D, found: readonly Box[], top:
   context.textBaseline = "middle";
   for (const { x, width, low, high, span } of found) {
     fillWork(context, span[2], theme.isDark, [x, top + (1 - high) * tall, width, (high - low) * tall]);
-    if (width < 54 || high - low < 0.8) continue;
-    const label = span[5] || WORK[span[2]].title;
+    const label = span[5];
+    if (width < 54 || high - low < 0.8 || label === "" || label === span[2]) continue; // the legend says what the color says
     const room = Math.min(width, width + x) - 8; // a piece that begins left of the view has its text at the edge
     if (context.measureText(label).width > room) continue;
     const look = WORK[span[2]];

@@ -13,6 +13,7 @@ export interface Feed {
   readonly isFirst: boolean; // nothing was answered yet
   readonly failure: Failure | null; // of the last try
   readonly message: string;
+  readonly numReturns: number; // how often the server was gone and came back: what failed meanwhile is asked for again
   readonly since: number | null; // when the last answer came, in milliseconds
   readonly isPaused: boolean; // by the user
 }
@@ -23,7 +24,7 @@ export interface Timers {
   clear(id: number): void;
 }
 
-const START: Feed = { version: "", runs: [], isFirst: true, failure: null, message: "", since: null, isPaused: false };
+const START: Feed = { version: "", runs: [], isFirst: true, failure: null, message: "", numReturns: 0, since: null, isPaused: false };
 
 export class Poller {
   private feed: Feed = START;
@@ -82,10 +83,11 @@ export class Poller {
       this.feed.failure === null &&
       answer.runs.length === this.feed.runs.length &&
       answer.runs.every((run, i) => sameRun(run, this.feed.runs[i] as RunRow));
+    const numReturns = this.feed.numReturns + (this.numFailed > 0 ? 1 : 0);
     this.numFailed = 0;
     // An unchanged list keeps its identity: nothing is drawn again.
     if (isSame) this.feed = { ...this.feed, since: this.timers.now() };
-    else this.change({ ...answer, isFirst: false, failure: null, message: "", since: this.timers.now() });
+    else this.change({ ...answer, isFirst: false, failure: null, message: "", numReturns, since: this.timers.now() });
   }
 
   private plan(): void {

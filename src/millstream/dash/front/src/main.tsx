@@ -12,12 +12,14 @@ const KEY = "millstream.token";
 
 /** From the address that `millstream dash` printed, which is then shown without it; kept for reloads of this tab. */
 function takeToken(): string | null {
-  const found = TOKEN.exec(location.hash)?.[1];
-  if (found !== undefined) {
-    sessionStorage.setItem(KEY, decodeURIComponent(found));
-    history.replaceState(null, "", location.pathname);
+  const found = TOKEN.exec(location.hash)?.[1] ?? null;
+  if (found !== null) history.replaceState(null, "", location.pathname);
+  try {
+    if (found !== null) sessionStorage.setItem(KEY, found);
+    return sessionStorage.getItem(KEY);
+  } catch {
+    return found; // a browser without storage: until the page is loaded again
   }
-  return sessionStorage.getItem(KEY);
 }
 
 storeTheme(storedTheme());

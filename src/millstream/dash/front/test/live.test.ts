@@ -82,6 +82,7 @@ test("while the server is gone, the runs stay, and tries get rarer", async () =>
   await timers.fire();
   assert.equal(poller.current.failure, null);
   assert.equal(timers.planned?.ms, POLL_MS);
+  assert.equal(poller.current.numReturns, 1);
 });
 
 test("a paused page does not ask", async () => {

@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import type { ReportAnswers, RolloutRow, RolloutsAnswer } from "../src/api.ts";
 import { advantageStep, logProbStep, ratioStep, tokenClass } from "../src/color.ts";
+import { phasesOf } from "../src/views/group.tsx";
 import { AnswerError, address, EmbeddedSource, selectRollouts } from "../src/source.ts";
 
 const row = (group_id: number, reward: number | null, more: Partial<RolloutRow> = {}): RolloutRow => ({
@@ -35,6 +36,12 @@ test("a report says what it does not have", async () => {
   const source = new EmbeddedSource(report);
   await assert.rejects(source.get({ kind: "group", run: "r", group: 9 }), AnswerError);
   assert.equal((await source.get({ kind: "rollouts", run: "r" })).total, 4);
+});
+
+test("the life of a rollout has no holes", () => {
+  const life = { admitted: 1, started: 2, generated: 4, settled: null, taken: 7, trained: 8 };
+  assert.deepEqual(phasesOf(life).map(({ title, seconds }) => [title, seconds]), [["queued", 1], ["generating", 2], ["in the store", 3], ["training", 1]]);
+  assert.deepEqual(phasesOf({ ...life, settled: 5, taken: null, trained: null }).map((one) => one.title), ["queued", "generating", "reward"]);
 });
 
 test("steps of token colors have their limits", () => {

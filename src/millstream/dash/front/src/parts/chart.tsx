@@ -55,7 +55,7 @@ export function Chart(props: ChartProps) {
   );
   const x = (value: number): number => LEFT + ((value - xs.from) / (xs.to - xs.from || 1)) * (wide - LEFT - RIGHT);
   const y = (value: number): number => TOP + (1 - (value - ys.from) / (ys.to - ys.from)) * (height - TOP - BOTTOM);
-  const xTicks = (props.x === "seconds" ? timeTicks : ticks)(xs, Math.max(2, wide / 110));
+  const xTicks = (props.x === "seconds" ? timeTicks : ticks)(xs, Math.max(3, wide / 75));
   const yTicks = ticks(ys, height > 200 ? 6 : 4);
   const paths = useMemo(
     () =>
@@ -99,11 +99,14 @@ export function Chart(props: ChartProps) {
             </text>
           </g>
         ))}
-        {xTicks.at.map((at) => (
-          <text key={at} x={x(at)} y={height - 5} text-anchor={x(at) > wide - 30 ? "end" : "middle"}>
-            {props.x === "seconds" ? clock(at, xTicks.step) : num(at)}
-          </text>
-        ))}
+        {xTicks.at.map((at) => {
+          const text = props.x === "seconds" ? clock(at, xTicks.step) : num(at);
+          return (
+            <text key={at} x={Math.min(x(at), wide - 3.2 * text.length)} y={height - 5} text-anchor="middle">
+              {text}
+            </text>
+          );
+        })}
         {paths.map(({ line, raw, area, isSparse }, i) => {
           const { look } = drawn[i] as Shown;
           const { light, dark, dash } = curveLook(look);

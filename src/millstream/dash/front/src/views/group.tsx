@@ -127,20 +127,30 @@ function Beside(props: { answer: GroupAnswer; color: TokenColor }) {
 
 // ---- life ----------------------------------------------------------------------------------------------------------------
 
-const PHASES: ReadonlyArray<readonly [keyof RolloutLife, keyof RolloutLife, string, string]> = [
-  ["admitted", "started", "queued", "wait"],
-  ["started", "generated", "generating", "generate"],
-  ["generated", "settled", "reward", "reward"],
-  ["settled", "taken", "in the store", "store"],
-  ["taken", "trained", "training", "train"],
+const POINTS: ReadonlyArray<readonly [keyof RolloutLife, string, string]> = [
+  ["admitted", "queued", "wait"],
+  ["started", "generating", "generate"],
+  ["generated", "reward", "reward"],
+  ["settled", "in the store", "store"],
+  ["taken", "training", "train"],
+  ["trained", "", ""],
 ];
+
+/** The phases between the moments that are known. A rollout without a moment at which its group was scored has its reward when it
+ * was generated: from then on it is in the store. */
+export function phasesOf(life: RolloutLife): { title: string; look: string; seconds: number }[] {
+  const known = POINTS.flatMap(([name, title, look]) => {
+    const at = life[name];
+    if (at === null) return [];
+    const isStored = name === "generated" && life.settled === null;
+    return [{ at, title: isStored ? "in the store" : title, look: isStored ? "store" : look }];
+  });
+  return known.slice(0, -1).map(({ at, title, look }, i) => ({ title, look, seconds: Math.max(0, (known[i + 1]?.at ?? at) - at) }));
+}
 
 function Life(props: { life: RolloutLife }) {
   const { life } = props;
-  const phases = PHASES.flatMap(([from, to, title, look]) => {
-    const [begin, end] = [life[from], life[to]];
-    return begin === null || end === null ? [] : [{ title, look, seconds: Math.max(0, end - begin) }];
-  });
+  const phases = phasesOf(life);
   if (!phases.length) return null;
   const total = phases.reduce((sum, one) => sum + one.seconds, 0);
   return (

@@ -67,7 +67,7 @@ function Curves(props: { run: RunRow; series: readonly SeriesInfo[] }) {
   const x = (route.options["x"] as XAxis) || "step";
   const isAll = route.options["all"] === "1";
   const isSmooth = route.options["smooth"] !== "0";
-  const shown = props.series.filter((one) => isAll || one.is_main);
+  const shown = mainOf(props.series, isAll);
   const names = shown.map((one) => one.name).join(",");
   const { value, error } = useAnswer(shown.length ? { kind: "series", run: run.id, options: { names, x, points: POINTS } } : null, run.stamp);
   const curves = useMemo(
@@ -110,6 +110,13 @@ function Curves(props: { run: RunRow; series: readonly SeriesInfo[] }) {
       ))}
     </div>
   );
+}
+
+/** The figures to show: reward, then what evaluations found, then the rest in the server's order. */
+export function mainOf(series: readonly SeriesInfo[], isAll = false): SeriesInfo[] {
+  const shown = series.filter((one) => isAll || one.is_main);
+  const rank = (one: SeriesInfo): number => (one.name === "reward" ? 0 : one.group === "evaluation" ? 1 : 2);
+  return isAll ? shown : shown.sort((a, b) => rank(a) - rank(b));
 }
 
 /** A cursor that the pointer sets, and that the arrow keys move by a fiftieth of the axis. */

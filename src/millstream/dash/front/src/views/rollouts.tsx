@@ -88,7 +88,7 @@ function List(props: { run: RunRow }) {
       <Filters answer={answer} sort={sort} isDescending={isDescending} filters={filters} onChange={change} />
       <Problem error={answers[0]?.error ?? null} />
       {answer !== null && <Kept answer={answer} run={run} isFiltered={Object.values(filters).some(Boolean)} />}
-      <div
+      {answer?.why_none == null && <div
         class="rows"
         role="table"
         aria-label="Rollouts"
@@ -121,7 +121,7 @@ function List(props: { run: RunRow }) {
             );
           })}
         </div>
-      </div>
+      </div>}
     </section>
   );
 }

@@ -8,7 +8,7 @@ import { Check, Choice, Empty, Panel, Problem, Select, State } from "../parts/bi
 import { Chart, extentOf, type Shown, Swatch } from "../parts/chart.tsx";
 import { formatRoute, joinOption, listOption } from "../route.ts";
 import type { XAxis } from "../source.ts";
-import { AXES, POINTS, useCursor } from "./overview.tsx";
+import { AXES, mainOf, POINTS, useCursor } from "./overview.tsx";
 
 const MOST = 8; // runs whose curves can be told apart
 
@@ -105,7 +105,7 @@ function Compare(props: { chosen: readonly RunRow[]; series: readonly SeriesInfo
   const x = (route.options["x"] as XAxis) || "step";
   const figure = props.series.find((one) => one.name === route.options["figure"]);
   const isSmooth = route.options["smooth"] !== "0";
-  const shown = figure ? [figure] : props.series.filter((one) => one.is_main);
+  const shown = figure ? [figure] : mainOf(props.series);
   const names = shown.map((one) => one.name).join(",");
   const answers = useAnswers<"series">(
     !names ? [] : props.chosen.map((run) => ({ request: { kind: "series", run: run.id, options: { names, x, points: POINTS } }, stamp: run.stamp })),

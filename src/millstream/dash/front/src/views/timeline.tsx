@@ -452,7 +452,7 @@ function SpanFacts(props: { span: LaneSpan; origin: number }) {
         {label && label !== what ? `: ${label}` : ""}
       </span>
       <span>
-        {duration(begin - props.origin)} to {duration(end - props.origin)}
+        {clock(begin - props.origin, seconds / 20)} to {clock(end - props.origin, seconds / 20)}
         {share < 0.999 ? `, ${percent(share)} of ${duration(seconds)}` : `, ${duration(seconds)}`}
       </span>
       {tokens > 0 && (
