@@ -16,10 +16,12 @@ from millstream.events import (
     GroupLeft,
     GroupRestarted,
     GroupTaken,
+    LagMoved,
     RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
+    RunStarted,
     Status,
 )
 from millstream.events.index import COUNTED, DEPTHS
@@ -207,19 +209,23 @@ def _wait_rows(states: StateReadings, begin: float, end: float) -> list[WaitRow]
 
 
 def rows_by_version(tiles: RunTiles, end: float) -> list[VersionRows]:
-    """Of ended rollouts whose groups no batch had taken by then: found from there backwards, at most `MAX_ROW_TILES`."""
-    last = np.flatnonzero(tiles.tiles.of("begin") <= end)
+    """Of ended rollouts whose groups no batch had taken by then. They began after the step of the oldest version that the lag
+    bound allows: events are read from there, at most those of `MAX_ROW_TILES`."""
+    stepped = tiles.steps.of("at") <= end
+    versions, places = tiles.steps.of("version")[stepped], tiles.steps.of("tile")[stepped]
+    now = int(versions[-1]) if len(versions) else 0
+    bounds = [one.lag_bound for one in tiles.marked(RunStarted, LagMoved) if isinstance(one, RunStarted | LagMoved)]
+    before = np.flatnonzero(versions <= now - max(bounds, default=0))
+    begin = int(places[before[-1]]) if len(before) else 0
+    numbers = np.flatnonzero(tiles.tiles.of("begin") <= end)
     gone, found = set[int](), Counter[int]()
     kinds = (RolloutEnded, GroupTaken, GroupLeft, GroupRestarted)
-    for number in last[::-1][:MAX_ROW_TILES].tolist():
+    for number in numbers[numbers >= begin][::-1][:MAX_ROW_TILES].tolist():
         for event in reversed(list(tiles.events([number], *kinds))):
             if event.at > end:
                 continue
-            if not isinstance(event, RolloutEnded):
-                if isinstance(event, kinds):
-                    gone.add(event.group_id)
-            elif event.group_id not in gone:
-                found[event.start_version] += event.num_parts
-    at, versions = tiles.steps.of("at"), tiles.steps.of("version")
-    now = int(versions[at <= end][-1]) if (at <= end).any() else 0
-    return [VersionRows(version=version, age=now - version, num=num) for version, num in sorted(found.items())]
+            if isinstance(event, RolloutEnded):
+                found[event.start_version] += event.num_parts if event.group_id not in gone else 0
+            elif isinstance(event, kinds):
+                gone.add(event.group_id)
+    return [VersionRows(version=one, age=now - one, num=num) for one, num in sorted(found.items()) if num]

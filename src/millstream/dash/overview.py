@@ -22,7 +22,7 @@ from millstream.dash.api import (
     SkippedRow,
     WaitRow,
 )
-from millstream.dash.series import MetricRows, series_infos
+from millstream.dash.series import MetricColumns, series_infos
 from millstream.dash.tiles import RunTiles
 from millstream.events import (
     CheckpointFailed,
@@ -66,7 +66,7 @@ class _Summary(Struct, frozen=True):
 
 
 def overview_answer(
-    run: RunRow, folder: RunFolder, tiles: RunTiles | None, metrics: MetricRows, held_up: BottleneckRow | None
+    run: RunRow, folder: RunFolder, tiles: RunTiles | None, metrics: MetricColumns, held_up: BottleneckRow | None
 ) -> OverviewAnswer:
     """`tiles`: None where there is no log. `held_up`: see `bottleneck_row`."""
     skipped = [*metrics.skipped]

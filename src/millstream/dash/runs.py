@@ -32,7 +32,7 @@ from millstream.dash.api import (
 from millstream.dash.flow import flow_answer
 from millstream.dash.overview import SUMMARY, bottleneck_row, overview_answer
 from millstream.dash.rollouts import RolloutFilter, RolloutList
-from millstream.dash.series import MetricRows, XAxis, series_answer
+from millstream.dash.series import MetricColumns, XAxis, series_answer
 from millstream.dash.tiles import RunTiles
 from millstream.dash.timeline import lanes_answer
 from millstream.errors import ConfigError, LogError
@@ -47,8 +47,8 @@ from millstream.run.folder import FINISHED, LOCK, NOTES, RunFolder, holder_of
 HEAD_BYTES = 1 << 20  # of a log, in which it says what the run is
 TAIL_BYTES = 1 << 18  # in which the last event is
 ANSWER_S = 1.0  # that a request reads a log or rollouts before it answers with what there is
-BUILD_S = 0.2  # that is read at a time, in the background
-PAUSE_S = 0.005
+BUILD_S = 0.05  # that is read at a time, in the background
+PAUSE_S = 0.02  # in which requests are answered
 HELD_UP_S = 15.0
 MAX_ID = 100  # characters
 STOPPED = ("Stopped", "KeyboardInterrupt")
@@ -70,7 +70,7 @@ class WatchedRun:
         self.id = run_id
         self.folder = RunFolder(path)
         self._tiles = RunTiles(self.folder.events)
-        self._metrics = MetricRows(self.folder.metrics)
+        self._metrics = MetricColumns(self.folder.metrics)
         self._table = RolloutList(path)
         self._reads_log = _Reading(lambda seconds: self._tiles.refresh(seconds, self._may_write))
         self._reads_rollouts = _Reading(lambda seconds: self._table.refresh(seconds, self._tiles.sources))

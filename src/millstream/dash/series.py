@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from millstream.dash.api import SeriesAnswer, SeriesCurve, SeriesInfo, SkippedRow
 from millstream.dash.flow import Floats64
@@ -53,8 +55,8 @@ KNOWN: dict[str, tuple[str, str, str, bool]] = {
 _PASS = re.compile(r"eval/[^/]+/pass@1")
 
 
-class MetricRows:
-    """The rows of one file, read again as far as it has grown."""
+class MetricColumns:
+    """The numbers of one file as columns, read again as far as it has grown."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +66,9 @@ class MetricRows:
     def _reset(self) -> None:
         self._end = 0
         self._num_lines = 0
-        self.rows: list[dict[str, Any]] = []
+        self._steps = array("q")  # of each row, and its time
+        self._at = array("d")
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}  # the rows that have a value, and the values
         self.skipped: list[SkippedRow] = []
         self.num_skipped = 0
 
@@ -90,27 +94,42 @@ class MetricRows:
 
     def _add(self, line: bytes) -> None:
         try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
-            if not isinstance(row.get("step"), int):
+            row = _decode_row(line)
+            if type(row.get("step")) is not int:
                 raise ValueError("it has no step")
-            self.rows.append(row)
-        except (ValueError, RecursionError) as error:
+            self._steps.append(row["step"])
+        except (ValueError, OverflowError, RecursionError) as error:
             self.num_skipped += 1
             if len(self.skipped) < MAX_SKIPPED_ROWS:
                 self.skipped.append(SkippedRow(file=self._path.name, line=self._num_lines, why=str(error)))
+            return
+        number = len(self._at)
+        self._at.append(float(row["at"]) if _is_number(row.get("at")) else 0.0)
+        for name, value in row.items():
+            if name not in ("step", "at") and _is_number(value):
+                if (column := self._columns.get(name)) is None:
+                    column = self._columns[name] = array("q"), array("d")
+                column[0].append(number)
+                column[1].append(value)
 
     def names(self) -> list[str]:
         """Of the series, in the order of the page."""
-        found = dict.fromkeys(key for row in self.rows for key, value in row.items() if _is_number(value))
-        known = [name for name in KNOWN if name in found]
-        own = [name for name in found if name not in KNOWN and name not in ("step", "at")]
+        known = [name for name in KNOWN if name in self._columns]
+        own = [name for name in self._columns if name not in KNOWN]
         return [*known, *sorted(own, key=lambda name: (_info(name)[2], name))]
 
     def latest(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
-        for row in self.rows:
-            found |= {key: float(value) for key, value in row.items() if _is_number(value)}
-        return {name: found[name] for name in self.names()}
+        return {name: self._columns[name][1][-1] for name in self.names()}
+
+    def of(self, name: str) -> tuple[NDArray[np.int64], Floats64, Floats64] | None:
+        """The step, the time and the value of each row that has one. None: none has."""
+        if name not in self._columns:
+            return None
+        rows, values = (np.array(column) for column in self._columns[name])
+        return np.array(self._steps)[rows], np.array(self._at)[rows], values
+
+
+_decode_row = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def _is_number(value: Any) -> bool:
@@ -136,25 +155,22 @@ def series_infos(names: Iterable[str]) -> list[SeriesInfo]:
 
 
 def series_answer(
-    metrics: MetricRows, tiles: RunTiles | None, names: list[str], x: XAxis, num_points: int
+    metrics: MetricColumns, tiles: RunTiles | None, names: list[str], x: XAxis, num_points: int
 ) -> SeriesAnswer:
     """`tiles`: None where the run has no log; then there is no number of samples."""
     samples = _samples(tiles) if x == "samples" and tiles is not None else {}
     intervals = _intervals(tiles) if tiles is not None and any(name.startswith("eval/") for name in names) else {}
     curves = {}
     for name in names:
-        rows = [row for row in metrics.rows if _is_number(row.get(name))]
-        if rows:
-            at = [_x_of(row, x, samples) for row in rows]
-            curves[name] = _curve(at, rows, name, intervals, num_points)
+        if (found := metrics.of(name)) is not None:
+            steps, at, values = found
+            if x == "samples":
+                at = np.array([float(samples.get(step, 0)) for step in steps.tolist()])
+            elif x == "step":
+                at = steps.astype(np.float64)
+            pairs = [intervals.get((name, step)) for step in steps.tolist()] if name.startswith("eval/") else []
+            curves[name] = _interval_curve(at, values, pairs) if any(pairs) else _curve(at, values, num_points)
     return SeriesAnswer(x=x, curves=curves)
-
-
-def _x_of(row: dict[str, Any], x: XAxis, samples: dict[int, int]) -> float:
-    if x == "samples":
-        return float(samples.get(row["step"], 0))
-    value = row.get("at" if x == "seconds" else "step", 0)
-    return float(value) if _is_number(value) else 0.0
 
 
 def _samples(tiles: RunTiles) -> dict[int, int]:
@@ -175,24 +191,19 @@ def _intervals(tiles: RunTiles) -> dict[tuple[str, int], tuple[float, float]]:
     return found
 
 
-def _curve(
-    at: list[float],
-    rows: list[dict[str, Any]],
-    name: str,
-    intervals: dict[tuple[str, int], tuple[float, float]],
-    num_points: int,
-) -> SeriesCurve:
-    values: Floats64 = np.array([float(row[name]) for row in rows])
-    if name.startswith("eval/") and intervals:
-        pairs = [intervals.get((name, row["step"]), (value, value)) for row, value in zip(rows, values, strict=True)]
-        low, high = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
-        return SeriesCurve(x=at, values=list(values.tolist()), low=list(low), high=list(high))
+def _interval_curve(at: Floats64, values: Floats64, pairs: list[tuple[float, float] | None]) -> SeriesCurve:
+    known = [pair or (value, value) for pair, value in zip(pairs, values.tolist(), strict=True)]
+    low, high = [pair[0] for pair in known], [pair[1] for pair in known]
+    return SeriesCurve(x=at.tolist(), values=values.tolist(), low=low, high=high)
+
+
+def _curve(at: Floats64, values: Floats64, num_points: int) -> SeriesCurve:
     if len(values) <= num_points:
-        return SeriesCurve(x=at, values=list(values.tolist()), low=None, high=None)
+        return SeriesCurve(x=at.tolist(), values=values.tolist(), low=None, high=None)
     begins = np.unique(np.linspace(0, len(values), num_points + 1).astype(int))[:-1]
     nums = np.diff(begins, append=len(values))
     return SeriesCurve(
-        x=(np.add.reduceat(np.array(at), begins) / nums).tolist(),
+        x=(np.add.reduceat(at, begins) / nums).tolist(),
         values=(np.add.reduceat(values, begins) / nums).tolist(),
         low=np.minimum.reduceat(values, begins).tolist(),
         high=np.maximum.reduceat(values, begins).tolist(),

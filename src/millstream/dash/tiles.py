@@ -42,7 +42,7 @@ MAX_LINE = 16 << 20  # bytes: a longer one is no event
 MAX_SKIPPED_KEPT = 200
 MIN_TO_WRITE = 20  # tiles: a shorter log is read as quickly as its index
 E_ = TypeVar("E_", bound=Event)
-CHECK_EVERY = 8  # tiles between two looks at the time
+CHECK_EVERY = 4  # tiles between two looks at the time
 
 
 class TileColumns:
@@ -104,6 +104,7 @@ class RunTiles:
         self.waits: dict[tuple[str, str], TileColumns] = {}
         self.steps = TileColumns(version="q", at="d", num_rollouts="q", num_tokens="q")
         self.marks: list[tuple[int, TileMark]] = []
+        self._marked: dict[int, AnyEvent | None] = {}  # events of marks that were read, by their place
         self.statuses: list[tuple[int, TileMark]] = []
         self.sources: dict[int, str] = {}  # by group
         self.skipped: list[tuple[int, TileSkip]] = []
@@ -319,7 +320,9 @@ class RunTiles:
             return
         with self.path.open("rb") as log:
             for mark in wanted:
-                event = _event_at(log, mark)
+                if mark.offset not in self._marked:
+                    self._marked[mark.offset] = _event_at(log, mark)
+                event = self._marked[mark.offset]
                 if isinstance(event, kinds):
                     yield event
 
