@@ -69,7 +69,11 @@ def shot(page: Any, url: str, view: str) -> bytes:
 
 def write(png: bytes, path: Path) -> None:
     """With few colors, which is a quarter of the size."""
-    image = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image = (
+        Image.open(io.BytesIO(png))
+        .convert("RGB")
+        .quantize(COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     image.save(path, optimize=True)
     assert path.stat().st_size < MAX_BYTES, f"{path}: {path.stat().st_size} bytes, expected less than {MAX_BYTES}"
 

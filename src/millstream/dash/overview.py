@@ -66,10 +66,15 @@ class _Summary(Struct, frozen=True):
 
 
 def overview_answer(
-    run: RunRow, folder: RunFolder, tiles: RunTiles | None, metrics: MetricColumns, held_up: BottleneckRow | None
+    run: RunRow,
+    folder: RunFolder,
+    tiles: RunTiles | None,
+    metrics: MetricColumns,
+    held_up: BottleneckRow | None,
+    damaged: list[SkippedRow],
 ) -> OverviewAnswer:
-    """`tiles`: None where there is no log. `held_up`: see `bottleneck_row`."""
-    skipped = [*metrics.skipped]
+    """`tiles`: None where there is no log. `held_up`: see `bottleneck_row`. `damaged`: of the rollouts."""
+    skipped = [*metrics.skipped, *damaged]
     status = None
     if tiles is not None:
         skipped = [SkippedRow(file=tiles.path.name, line=one.line, why=one.why) for _, one in tiles.skipped] + skipped
@@ -98,7 +103,7 @@ def overview_answer(
         config=_text(folder.config),
         notes=_text(folder.path / NOTES),
         skipped=skipped[:MAX_SKIPPED_SHOWN],
-        num_skipped=metrics.num_skipped + (0 if tiles is None else tiles.num_skipped),
+        num_skipped=metrics.num_skipped + len(damaged) + (0 if tiles is None else tiles.num_skipped),
     )
 
 
