@@ -25,6 +25,7 @@ from millstream.dash.api import (
 from millstream.dash.series import MetricColumns, series_infos
 from millstream.dash.tiles import RunTiles
 from millstream.events import (
+    WARMUP,
     CheckpointFailed,
     ConfigWritten,
     Evaluated,
@@ -98,7 +99,9 @@ def overview_answer(
             AdviceRow(words=one.words, gain=one.gain, low=one.low, high=one.high, command=one.command, note=one.note)
             for one in (advice[-1].promises if advice else ())
         ],
-        evaluations=[] if tiles is None else [_evaluation(one) for one in tiles.marked(Evaluated)],
+        evaluations=[]
+        if tiles is None
+        else [_evaluation(one) for one in tiles.marked(Evaluated) if one.name != WARMUP],
         history=[] if tiles is None else _history(tiles),
         config=_text(folder.config),
         notes=_text(folder.path / NOTES),

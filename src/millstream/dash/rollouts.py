@@ -46,7 +46,7 @@ from millstream.types import Fate, Floats, Rollout
 HEAD_TOKENS = 60  # of what the model wrote, in the table
 MAX_HEAD = 160  # characters
 MAX_DAMAGED = 10
-MAX_KEPT_ROWS = 300_000  # in memory, the newest
+MAX_KEPT_ROWS = 100_000  # in memory, the newest
 MAX_TURN_TOKENS = 20_000  # that are sent one by one
 MAX_TURN_CHARACTERS = 1_000_000
 MAX_LIFE_TILES = 400  # that are searched for a group's events
