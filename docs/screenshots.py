@@ -1,7 +1,11 @@
-"""Makes docs/images/dash-*.png, the views of `millstream dash`, light, dark and on a phone:
-`.venv/bin/python docs/screenshots.py LEARNED [BARRIER ASYNCHRONOUS]`, after `make test-browser`, which installs what it needs.
+"""Makes docs/images/dash-*.png, the views of `millstream dash`, light, dark and on a phone, after `make test-browser`, which
+installs what it needs: `.venv/bin/python docs/screenshots.py LEARNED OTHER TURNS BARRIER ASYNCHRONOUS`.
 
-LEARNED is a run folder with kept rollouts. The other two are shown on one axis: a run with `pipeline.max_lag=0` and one without it.
+All are run folders. LEARNED and OTHER: two runs that learned, compared by samples. TURNS: one with several turns, whose
+rollouts are shown. BARRIER and ASYNCHRONOUS: the same run with `pipeline.max_lag=0` and without it, on one axis. Those of the
+pictures are the demo, the demo with `pipeline.max_lag=0`, recipes/frozen_lake.toml, and `millstream sim
+recipes/sim/cluster.toml` twice, with engine.replicas=4 engine.slots=32 learner.ranks=1 pipeline.groups_per_step=16
+pipeline.steps=24 rollout.group_size=8 rollout.max_tokens=4096 sim.train_tokens_per_s=9000.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
 MAX_BYTES = 150_000
-COLORS = 128
+KEPT = 128  # of 256 colors
 LAPTOP = {"viewport": {"width": 1200, "height": 760}, "device_scale_factor": 1.5}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True, "is_mobile": True}
 LOOKS: dict[str, dict[str, Any]] = {"": LAPTOP, "-dark": LAPTOP | {"color_scheme": "dark"}, "-phone": PHONE}
@@ -32,14 +36,13 @@ READY = {
 
 
 def main(runs: list[Path]) -> None:
-    learned, *pair = (run.name for run in runs)
-    first, second = pair if pair else (learned, "")
+    learned, other, turns, barrier, asynchronous = (run.name for run in runs)
     pages = {
         "overview": f"/{learned}/overview",
-        "timeline": f"/{first}/timeline?with={second}",
+        "timeline": f"/{barrier}/timeline?with={asynchronous}",
         "flow": f"/{learned}/flow",
-        "rollouts": f"/{learned}/rollouts?sort=advantage&fate=trained",
-        "runs": f"/{first}/runs?runs={first},{second}&x=seconds",
+        "rollouts": f"/{turns}/rollouts?sort=advantage&order=up&fate=trained",
+        "runs": f"/{learned}/runs?runs={learned},{other}&x=samples",
     }
     IMAGES.mkdir(exist_ok=True)
     words = [sys.executable, "-m", "millstream.cli.main", "dash", *map(str, runs), "--port", "0"]
@@ -68,13 +71,14 @@ def shot(page: Any, url: str, view: str) -> bytes:
 
 
 def write(png: bytes, path: Path) -> None:
-    """With few colors, which is a quarter of the size."""
-    image = (
-        Image.open(io.BytesIO(png))
-        .convert("RGB")
-        .quantize(COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    )
-    image.save(path, optimize=True)
+    """With few colors, which is a quarter of the size: the most frequent ones as they are, and some for all the others."""
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    counts = sorted(image.getcolors(1 << 24) or [], reverse=True)
+    frequent = [channel for _, color in counts[:KEPT] for channel in color]
+    others = image.quantize(256 - KEPT, method=Image.Quantize.MAXCOVERAGE).getpalette() or []
+    palette = Image.new("P", (1, 1))
+    palette.putpalette((frequent + others)[: 3 * 256])
+    image.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
     assert path.stat().st_size < MAX_BYTES, f"{path}: {path.stat().st_size} bytes, expected less than {MAX_BYTES}"
 
 

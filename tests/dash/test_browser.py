@@ -301,7 +301,7 @@ def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab
         page.get_by_label("color by").select_option(color)
         page.wait_for_selector(f"pre.tokens.{color}")
     page.locator("pre.tokens span").first.hover()
-    assert "version" in text_of(page, ".token")
+    assert "version" in text_of(page, ".token.shown")
     assert "generating" in text_of(page, ".life")
     page.get_by_label("side by side").check()
     page.wait_for_selector(".beside section")

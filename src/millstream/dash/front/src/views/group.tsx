@@ -173,6 +173,7 @@ function Life(props: { life: RolloutLife }) {
 // ---- turns and tokens ----------------------------------------------------------------------------------------------------
 
 function Turns(props: { turns: readonly TurnRow[]; color: TokenColor }) {
+  const [token, setToken] = useState<string | null>(null); // the one under the pointer, in words
   const parts = new Set(props.turns.map((turn) => turn.part));
   const agents = new Set(props.turns.map((turn) => turn.agent));
   return (
@@ -183,25 +184,27 @@ function Turns(props: { turns: readonly TurnRow[]; color: TokenColor }) {
             {turn.role}
             {agents.size > 1 && ` · agent ${turn.agent}`}
             {parts.size > 1 && ` · part ${turn.part}`}
-            {turn.reward !== null && <span class="note">reward {signed(turn.reward)}</span>}
+            {turn.reward !== null && turn.reward !== 0 && <span class="note">reward {signed(turn.reward)}</span>}
           </h4>
-          {turn.tokens !== null && turn.role === "model" ? <Tokens tokens={turn.tokens} color={props.color} /> : <pre class="text">{turn.text}</pre>}
+          {turn.tokens !== null && turn.role === "model" ? <Tokens tokens={turn.tokens} color={props.color} onToken={setToken} /> : <pre class="text">{turn.text}</pre>}
         </article>
       ))}
       {!props.turns.length && <Empty>It has no turns.</Empty>}
+      <p class={`token ${token === null ? "" : "shown"}`} aria-live="polite">{token}</p>
     </div>
   );
 }
 
-/** Tokens with the class of their value. The one under the pointer, or moved to with the arrow keys, is described below. */
-function Tokens(props: { tokens: TokenColumns; color: TokenColor }) {
+/** Tokens with the class of their value. `onToken` gets the one under the pointer, or moved to with the arrow keys, in words. */
+function Tokens(props: { tokens: TokenColumns; color: TokenColor; onToken: (words: string | null) => void }) {
   const { tokens, color } = props;
   const [at, setAt] = useState<number | null>(null);
   const box = useRef<HTMLPreElement>(null);
   const name = COLUMN[color];
   const values = name === null ? null : (tokens[name] as readonly (number | null)[] | null);
   useEffect(() => {
-    box.current?.querySelector(".at")?.scrollIntoView({ block: "nearest" });
+    if (at !== null) box.current?.querySelector(".at")?.scrollIntoView({ block: "nearest" });
+    props.onToken(at === null ? null : described(tokens, at));
   }, [at]);
   const over = (event: PointerEvent): void => {
     const found = (event.target as Element).closest("[data-i]");
@@ -215,16 +218,13 @@ function Tokens(props: { tokens: TokenColumns; color: TokenColor }) {
     setAt(Math.min(tokens.texts.length - 1, Math.max(0, (at ?? -1) + by)));
   };
   return (
-    <>
-      <pre class={`text tokens ${color}`} ref={box} tabIndex={0} role="region" aria-label="Tokens: the arrow keys move" onPointerOver={over} onPointerLeave={() => setAt(null)} onKeyDown={key}>
-        {tokens.texts.map((text, i) => (
-          <span key={i} data-i={i} class={`${tokenClass(color, values?.[i])} ${i === at ? "at" : ""}`}>
-            {visible(text)}
-          </span>
-        ))}
-      </pre>
-      <p class="token note" aria-live="polite">{at === null ? (values === null && color !== "none" ? `no ${COLOR_TITLES[color]} is known of this turn` : " ") : described(tokens, at)}</p>
-    </>
+    <pre class={`text tokens ${color}`} ref={box} tabIndex={0} role="region" aria-label="Tokens: the arrow keys move" onPointerOver={over} onPointerLeave={() => setAt(null)} onBlur={() => setAt(null)} onKeyDown={key}>
+      {tokens.texts.map((text, i) => (
+        <span key={i} data-i={i} class={`${tokenClass(color, values?.[i])} ${i === at ? "at" : ""}`}>
+          {visible(text)}
+        </span>
+      ))}
+    </pre>
   );
 }
 
@@ -251,6 +251,9 @@ const SCALES: Readonly<Record<Exclude<TokenColor, "none" | "version">, ReadonlyA
 function ColorLegend(props: { color: TokenColor; member: MemberRow }) {
   const { color } = props;
   if (color === "none") return null;
+  const column = COLUMN[color];
+  const isKnown = column !== null && props.member.turns.some((turn) => turn.role === "model" && turn.tokens?.[column]);
+  if (!isKnown) return <p class="note">No {COLOR_TITLES[color]} is recorded for the tokens of this rollout.</p>;
   const versions = [...new Set(props.member.turns.flatMap((turn) => turn.tokens?.versions ?? []))].sort((a, b) => a - b).slice(0, 2 * VERSION_HUES);
   const rows = color === "version" ? versions.map((version) => [tokenClass("version", version), `version ${version}`] as const) : SCALES[color];
   return (
