@@ -519,3 +519,39 @@ def test_a_slow_request_delays_no_other(sim: Path, monkeypatch: pytest.MonkeyPat
             await asyncio.gather(*waiting)
 
     asyncio.run(both())
+
+
+def test_of_more_engines_than_lanes_a_lane_has_their_mean(tmp_path: Path) -> None:
+    spans = [
+        Span(at=float(at), worker=f"engine-{number}", what="generate", seconds=0.5, num_tokens=10)
+        for at in range(1, 5)
+        for number in range(100)
+    ]
+    found = ask(client_of(write_run(tmp_path / "run", spans)), "runs/run/lanes?points=7")
+    assert len(found["lanes"]) == 64 and found["num_left_out"] == 37
+    lane = found["lanes"][0]
+    assert (lane["name"], lane["kind"]) == ("all engines", "engine")
+    assert sum(span[4] for span in lane["spans"]) == pytest.approx(
+        4000 * 6 / 7, rel=0.01
+    )  # from 1 s to 4 s of 0.5 to 4
+    assert lane["idle_share"] == pytest.approx(1 - 4 * 0.5 / 3.5, abs=0.02)
+
+
+def test_the_folder_of_runs_need_not_be_there_yet(tmp_path: Path) -> None:
+    client = client_of(tmp_path / "runs")
+    assert ask(client, "runs")["runs"] == []
+    write_run(tmp_path / "runs" / "first", [started()])
+    assert [row["id"] for row in ask(client, "runs")["runs"]] == ["first"]
+
+
+def test_a_damaged_file_of_rollouts_leaves_the_rest_and_says_so(kept: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(kept, tmp_path / "run")
+    file = max((run / "rollouts").glob("*.rollouts"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-200:-100] = bytes(100)
+    file.write_bytes(data)
+    client = client_of(run)
+    found = ask(client, "runs/run/rollouts")
+    assert 0 < found["num_read"] < found["num_kept"] and found["why_none"] is None
+    (skipped,) = ask(client, "runs/run/overview")["skipped"]
+    assert skipped["file"] == "rollouts" and file.name in skipped["why"]

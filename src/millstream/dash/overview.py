@@ -25,6 +25,7 @@ from millstream.dash.api import (
 from millstream.dash.series import MetricColumns, series_infos
 from millstream.dash.tiles import RunTiles
 from millstream.events import (
+    WARMUP,
     CheckpointFailed,
     ConfigWritten,
     Evaluated,
@@ -66,10 +67,15 @@ class _Summary(Struct, frozen=True):
 
 
 def overview_answer(
-    run: RunRow, folder: RunFolder, tiles: RunTiles | None, metrics: MetricColumns, held_up: BottleneckRow | None
+    run: RunRow,
+    folder: RunFolder,
+    tiles: RunTiles | None,
+    metrics: MetricColumns,
+    held_up: BottleneckRow | None,
+    damaged: list[SkippedRow],
 ) -> OverviewAnswer:
-    """`tiles`: None where there is no log. `held_up`: see `bottleneck_row`."""
-    skipped = [*metrics.skipped]
+    """`tiles`: None where there is no log. `held_up`: see `bottleneck_row`. `damaged`: of the rollouts."""
+    skipped = [*metrics.skipped, *damaged]
     status = None
     if tiles is not None:
         skipped = [SkippedRow(file=tiles.path.name, line=one.line, why=one.why) for _, one in tiles.skipped] + skipped
@@ -93,12 +99,14 @@ def overview_answer(
             AdviceRow(words=one.words, gain=one.gain, low=one.low, high=one.high, command=one.command, note=one.note)
             for one in (advice[-1].promises if advice else ())
         ],
-        evaluations=[] if tiles is None else [_evaluation(one) for one in tiles.marked(Evaluated)],
+        evaluations=[]
+        if tiles is None
+        else [_evaluation(one) for one in tiles.marked(Evaluated) if one.name != WARMUP],
         history=[] if tiles is None else _history(tiles),
         config=_text(folder.config),
         notes=_text(folder.path / NOTES),
         skipped=skipped[:MAX_SKIPPED_SHOWN],
-        num_skipped=metrics.num_skipped + (0 if tiles is None else tiles.num_skipped),
+        num_skipped=metrics.num_skipped + len(damaged) + (0 if tiles is None else tiles.num_skipped),
     )
 
 

@@ -22,6 +22,7 @@ from millstream.dash.api import (
     RolloutLife,
     RolloutRow,
     RolloutsAnswer,
+    SkippedRow,
     TokenColumns,
     TurnRow,
 )
@@ -38,12 +39,14 @@ from millstream.events import (
 )
 from millstream.events.rollouts.reader import KeptGroup, KeptRollout, RolloutDump
 from millstream.events.rollouts.text import Decode, mask_runs
+from millstream.events.rollouts.writer import ROLLOUTS_FOLDER
 from millstream.run.keep_rollouts import decoder_in
 from millstream.types import Fate, Floats, Rollout
 
 HEAD_TOKENS = 60  # of what the model wrote, in the table
 MAX_HEAD = 160  # characters
-MAX_KEPT_ROWS = 300_000  # in memory, the newest
+MAX_DAMAGED = 10
+MAX_KEPT_ROWS = 100_000  # in memory, the newest
 MAX_TURN_TOKENS = 20_000  # that are sent one by one
 MAX_TURN_CHARACTERS = 1_000_000
 MAX_LIFE_TILES = 400  # that are searched for a group's events
@@ -84,13 +87,14 @@ class RolloutList:
         self._stamp: object = None
         self._num_rows = 0
         self.why_none: str | None = None
+        self.damaged: list[SkippedRow] = []  # what could not be read
         self.is_whole = False
 
     def refresh(self, max_s: float, sources: dict[int, str]) -> bool:
         """Reads for about `max_s`. Returns whether that is all."""
         until = time.monotonic() + max_s
         with self.lock:
-            stamp = _stamp_of(self._run_dir / "rollouts")
+            stamp = _stamp_of(self._run_dir / ROLLOUTS_FOLDER)
             if stamp != self._stamp or self._dump is None:
                 self._stamp = stamp
                 if not self._open():
@@ -108,6 +112,7 @@ class RolloutList:
             self.why_none = str(error)
             return False
         self.why_none = None
+        self.damaged = []
         self._order = [(group.group_id, group.departure) for group in groups]
         known = {key: rows for key in self._order if (rows := self._rows.get(key)) and not math.isinf(key[1])}
         self._rows = known
@@ -122,8 +127,10 @@ class RolloutList:
         for number, group in enumerate(self._to_read):
             try:
                 found = [_row(one, self._decode, sources) for one in self._dump.rollouts(group)]
-            except (MillstreamError, OSError, ValueError) as error:
-                self.why_none = str(error)  # a damaged chunk, or one that the run has just deleted
+            except (MillstreamError, OSError, ValueError) as error:  # damaged, or just deleted by the run
+                why = str(error)
+                if len(self.damaged) < MAX_DAMAGED and why not in (row.why for row in self.damaged):
+                    self.damaged.append(SkippedRow(file=ROLLOUTS_FOLDER, line=0, why=why))
                 continue
             self._rows[group.group_id, group.departure] = found
             self._num_rows += len(found)

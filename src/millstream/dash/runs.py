@@ -186,10 +186,11 @@ class WatchedRun:
         with self._lock:
             self._metrics.refresh()
         row = self.row()
+        damaged = self._table.damaged
         if tiles is None:
-            return overview_answer(row, self.folder, None, self._metrics, None)
+            return overview_answer(row, self.folder, None, self._metrics, None, damaged)
         with tiles.lock:
-            return overview_answer(row, self.folder, tiles, self._metrics, self._bottleneck(tiles, row))
+            return overview_answer(row, self.folder, tiles, self._metrics, self._bottleneck(tiles, row), damaged)
 
     def _bottleneck(self, tiles: RunTiles, row: RunRow) -> BottleneckRow | None:
         """Of an active run it is computed again after `HELD_UP_S`: that reads the last steps."""
@@ -320,6 +321,8 @@ def _runs_in(root: Path) -> Iterator[Path]:
             return
         with os.scandir(root) as entries:
             inside = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:  # not yet, or no more
+        return
     except OSError:
         yield root
         return

@@ -25,6 +25,7 @@ from millstream.events.index import DRIVER, REWARDS
 from millstream.events.metrics import LEARNING
 
 MAX_LANES_SHOWN = 64
+ALL_ENGINES = "all engines"
 FLAT = 0.02  # shares that differ by less are drawn as one
 SEVERAL = ", several"  # in labels of pieces that were joined
 LEAST = 0.002  # share that is drawn
@@ -53,6 +54,11 @@ def lanes_answer(tiles: RunTiles, begin: float | None, end: float | None, num_po
     lanes |= _of_rollouts(tiles, begin, end, num_points)
     kinds = {name: _lane_kind(name, tiles) for name in lanes}
     names = sorted(lanes, key=lambda name: (ORDER[kinds[name]], len(name), name))
+    if len(names) > MAX_LANES_SHOWN:
+        engines = [name for name in names if kinds[name] == "engine"]
+        lanes[ALL_ENGINES] = _all_engines(tiles, engines, begin, end, num_points)
+        kinds[ALL_ENGINES] = "engine"
+        names.insert(names.index(engines[0]) if engines else 0, ALL_ENGINES)
     return LanesAnswer(
         begin=begin,
         end=end,
@@ -173,6 +179,20 @@ def _shares(tiles: RunTiles, begin: float, end: float, num_points: int) -> dict[
         busy, num_tokens = np.sum(parts, axis=0)
         found.setdefault(worker, []).extend(_pieces(edges, busy, num_tokens, kind))
     return found
+
+
+def _all_engines(tiles: RunTiles, engines: list[str], begin: float, end: float, num_points: int) -> list[_Piece]:
+    """The mean of all engines, where there are more lanes than are shown."""
+    edges, own = np.linspace(begin, end, num_points + 1), [tiles.work.get((name, "generate")) for name in engines]
+    columns = [one for one in own if one is not None]
+    if not columns:
+        return []
+    since, until, busy, tokens = (
+        np.concatenate([one.of(name) for one in columns]).astype(np.float64)
+        for name in ("begin", "end", "busy", "num_tokens")
+    )
+    shares, num_tokens = spread_over(edges, since, until, np.stack([busy, tokens]))
+    return list(_pieces(edges, shares / len(engines), num_tokens, "generate"))
 
 
 def _pieces(edges: Floats64, busy: Floats64, num_tokens: Floats64, kind: WorkKind) -> Iterator[_Piece]:
