@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FRONT := src/millstream/dash/front
 TRL := .venv-trl
 
 TQ := .venv-tq
@@ -19,7 +20,7 @@ LOWEST_TORCH ?= 2.11.0
 # them. So what is started here has to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval test-peers test-lowest second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -62,6 +63,15 @@ test-peers: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) --deselect \
 		tests/model/test_compare.py::test_two_attention_calls_on_one_cache_entry_are_refused_by_the_engine_and_trained_by_the_learner
+
+# The page of `millstream dash` in headless Chromium (Debian: apt-get install chromium), and its own tests in node.
+test-browser: $(VENV)/.installed-browser $(FRONT)/node_modules/.installed
+	cd $(FRONT) && npm run --silent check && npm test --silent
+	$(BIN)/pytest -m browser tests/dash
+
+# The bundle of the page, which is committed: after each change of its sources.
+dash-page: $(FRONT)/node_modules/.installed
+	cd $(FRONT) && npm run --silent check && npm run --silent build
 
 # A user's second day, from a wheel in a clean environment. A few minutes, most of them the installation.
 second-day: $(INSTALLED)
@@ -176,6 +186,14 @@ $(TRACKERS)/.installed: pyproject.toml constraints.txt
 	grep -viE '^(pyarrow|pillow)==' constraints.txt > $(TRACKERS)/constraints.txt
 	$(TRACKERS)/bin/pip install --quiet --constraint $(TRACKERS)/constraints.txt torch==2.13.0
 	$(TRACKERS)/bin/pip install --quiet --constraint $(TRACKERS)/constraints.txt --editable '.[dev,trackers,plots,otel]' prometheus_client pyte
+	touch $@
+
+$(FRONT)/node_modules/.installed: $(FRONT)/package-lock.json
+	cd $(FRONT) && npm ci --silent --no-audit --no-fund
+	touch $@
+
+$(VENV)/.installed-browser: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt playwright==1.65.0
 	touch $@
 
 $(VENV)/.installed-lm-eval: $(INSTALLED)

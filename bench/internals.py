@@ -23,6 +23,7 @@ from millstream.algo.credit import Estimator, gae
 from millstream.audit import AuditReport, audit, report_lines
 from millstream.clock import VirtualClock
 from millstream.config import load
+from millstream.dash.tiles import RunTiles
 from millstream.engine import Engine
 from millstream.env import Context, Environment
 from millstream.env.data import in_order, read
@@ -32,7 +33,9 @@ from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_i
 from millstream.events import EventSink, Status
 from millstream.events.bias import BiasReport, bias_report
 from millstream.events.bottleneck import bottleneck_of
+from millstream.events.encoding import encode_event
 from millstream.events.findings import findings_of
+from millstream.events.index import IndexWriter, index_of
 from millstream.events.rollouts.writer import RolloutWriter
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink, read_events, read_history
 from millstream.events.summary import Interval, merge_intervals, total_length

@@ -21,7 +21,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "module", ["millstream", "millstream.cli.main", "millstream.sim.engine", "millstream.pipeline.pipeline"]
+    "module",
+    [
+        "millstream",
+        "millstream.cli.main",
+        "millstream.sim.engine",
+        "millstream.pipeline.pipeline",
+        "millstream.dash.server",
+    ],
 )
 def test_importing_stays_light(module: str) -> None:
     program = f"import sys, {module}; print(*(m for m in ('torch', 'transformers') if m in sys.modules))"

@@ -1,5 +1,5 @@
-"""The command line: train, scale, set, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init,
-recipes, doctor, sim, calibrate, plan, advise, serve, serve-store.
+"""The command line: train, scale, set, status, export, eval, env check, audit, dash, rollouts, diff, report, note, plot, trace,
+init, recipes, doctor, sim, calibrate, plan, advise, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -24,6 +24,7 @@ from millstream.audit import audit, report_lines
 from millstream.cli.advise import advise_command, given_lines
 from millstream.cli.calibrate import calibrate_command
 from millstream.cli.common import AsJson, console, errors, errors_shown
+from millstream.cli.dash import dash_command, note_command, write_html
 from millstream.cli.diff import diff_command
 from millstream.cli.doctor import doctor_command
 from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
@@ -305,6 +306,14 @@ def audit_command(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write the dashboard of the run, with its data, as one file to send, instead.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Report which rollouts were trained. Shows what was admitted, trained, filtered, failed and aborted, tests whether long,
@@ -312,6 +321,9 @@ def report(
     and shows the last advice (`millstream advise`)."""
     with errors_shown():
         folder = RunFolder.of_run(run_dir, EVENTS)
+        if html is not None:
+            write_html(run_dir, html)
+            return
         history = list(read_history(folder.events))
         found, findings = bias_report(history), findings_of(history, run_dir)
         held_up, given = bottleneck_of(history), read_advice(folder)
@@ -367,7 +379,9 @@ def env_check_command(
 
 
 app.command(name="rollouts")(rollouts_command)
+app.command(name="dash")(dash_command)
 app.command(name="diff")(diff_command)
+app.command(name="note")(note_command)
 app.command(name="plot")(plot_command)
 app.command(name="eval")(evaluate_command)
 app.command(name="doctor")(doctor_command)

@@ -99,7 +99,7 @@ class _StepUse(Struct):
 class TimeUse:
     """Collects events, in their order. `bottleneck` is that of the last steps since a setting was changed."""
 
-    READ = frozenset(
+    READ: frozenset[type[Event]] = frozenset(
         (
             *(ConfigWritten, SizesChosen, RunStarted, Resumed, SettingChanged, RolloutStarted, RolloutEnded),
             *(RolloutFailed, RolloutAborted, GroupTaken, GroupLeft, Span, WeightsPublished, WeightsLoaded),
@@ -125,6 +125,11 @@ class TimeUse:
         self._stepped_at: float | None = None
         self._begin_interval()
         self._step = _StepUse()
+
+    def begin_at(self, at: float, in_flight: int) -> None:
+        """Leave out what came before: `in_flight` rollouts are left of it."""
+        self._now = self._since = at
+        self._in_flight = in_flight
 
     def _begin_interval(self) -> None:
         """Since the learner last took a group, or ended a call."""

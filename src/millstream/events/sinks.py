@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from millstream.errors import LogError, shown
 from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
+from millstream.events.index import IndexWriter
 from millstream.events.metrics import StepMetrics, is_step
 from millstream.paths import program
 
@@ -119,15 +120,22 @@ class LineFile(Generic[T]):
 
 
 class JsonlSink:
-    """Writes `events.jsonl`: one numbered line per event. Reopened after a crash, it cuts off an incomplete last line and
-    continues the numbering."""
+    """Writes `events.jsonl`: one numbered line per event, and its index (`events.index`). Reopened after a crash, it cuts off
+    an incomplete last line and continues the numbering."""
 
     def __init__(self, path: Path) -> None:
         self._next = self._next_written = _cut_torn_line(path)
-        file = LineFile(path, self._line_of)
-        self._append = file.append
-        self.sync = file.sync
-        self.close = file.close
+        self._file = LineFile(path, self._line_of)
+        self._index = IndexWriter(path)
+        self._append = self._file.append
+        self.sync = self._file.sync
+
+    def close(self) -> None:
+        """Raises `OSError` if the last lines cannot be written."""
+        try:
+            self._file.close()
+        finally:
+            self._index.close()
 
     @property
     def last_seq(self) -> int:
@@ -142,6 +150,7 @@ class JsonlSink:
     def _line_of(self, event: Event) -> bytes:
         """Called once per event, in order."""
         line = b'{"seq":%d,%b\n' % (self._next_written, encode_event(event)[1:])
+        self._index.add(self._next_written, event, len(line))
         self._next_written += 1
         return line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,12 @@ def compare_runs(first: Path, second: Path, *, num_tasks: int = 3) -> RunCompari
     tasks, num_common = _tasks(first, second, num_tasks)
     return RunComparison(
         runs=(str(first), str(second)),
-        settings=list(_settings(folders[0], folders[1])),
+        settings=[
+            SettingPair(key=key, values=(one, other))
+            for key, (one, other) in differing_settings(
+                [tomllib.loads(folder.config.read_text()) for folder in folders]
+            )
+        ],
         num_steps=(max(rows[0], default=0), max(rows[1], default=0)),
         metrics=list(_metric_pairs(rows[0], rows[1])),
         tasks=tasks,
@@ -71,11 +76,13 @@ def compare_runs(first: Path, second: Path, *, num_tasks: int = 3) -> RunCompari
     )
 
 
-def _settings(first: RunFolder, second: RunFolder) -> Iterator[SettingPair]:
-    one, other = (_flat(tomllib.loads(folder.config.read_text())) for folder in (first, second))
-    for key in sorted(one.keys() | other.keys()):
-        if key.partition(".")[0] not in OWN_KEYS and one.get(key) != other.get(key):
-            yield SettingPair(key=key, values=(one.get(key, ""), other.get(key, "")))
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """Keys whose values differ between these tables, each with its value in every one; "" where there is none."""
+    flat = [_flat(config) for config in configs]
+    for key in sorted({key for one in flat for key in one}):
+        values = [one.get(key, "") for one in flat]
+        if key.partition(".")[0] not in OWN_KEYS and len(set(values)) > 1:
+            yield key, values
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

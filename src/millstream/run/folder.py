@@ -3,6 +3,7 @@
 config.toml      the resolved config
 start/           of a run that began with another run's checkpoint: see `run.branch`
 events.jsonl     every event
+events.index     where they are and what they add up to: see `events.index`. Can be deleted
 metrics.jsonl    one line a step, and one an evaluation
 checkpoints/     see `run.checkpoint`
 rollouts/        what was sampled, and what became of it: see `events.rollouts`
@@ -11,6 +12,7 @@ reference/       the model after its warm-up, where that is the reference
 model/           the trained model
 summary.json     the run in numbers; written when the run is finished
 advice.jsonl     what `millstream advise` said: see `run.advise`
+notes.md         what was noted about the run (`millstream note`)
 trace.json       a timeline for ui.perfetto.dev
 control.json     while the run is active, where its control socket is: see `run.control`
 stacks.txt       waits and stacks, written when the run stalls or on SIGUSR1
@@ -57,6 +59,7 @@ from millstream.run.config import HELD_OUT, RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
+NOTES = "notes.md"
 WRITTEN = (
     "config.toml",
     "metrics.jsonl",
@@ -406,13 +409,15 @@ def holder_of(path: Path) -> int | None:
     if path.resolve() in _HELD:  # a lock is the process's: asking for it would release it
         return os.getpid()
     try:
-        with (path / LOCK).open("rb") as file:
-            pid = file.read(20)
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (FileNotFoundError, NotADirectoryError):
+        file = (path / LOCK).open("rb")
+    except OSError:  # there is none, or this user may not look
         return None
-    except OSError:
-        return int(pid) if pid.isdigit() else 0
+    with file:
+        pid = file.read(20)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return int(pid) if pid.isdigit() else 0
     return None
 
 

@@ -36,13 +36,20 @@ class TimeLeft:
         elif isinstance(event, Resumed):
             self._begun = self._now = (event.at, event.version)
         elif isinstance(event, Stepped):
-            self._now = (event.at, event.version)
+            self.step(event.at, event.version)
+
+    def step(self, at: float, version: int) -> None:
+        self._now = (at, version)
+
+    def seconds(self) -> float | None:
+        """None before the first step."""
+        seconds, steps = self._now[0] - self._begun[0], self._now[1] - self._begun[1]
+        return seconds / steps * (self._num_steps - self._now[1]) if steps else None
 
     def words(self) -> str:
         """Empty before the first step."""
-        seconds, steps = self._now[0] - self._begun[0], self._now[1] - self._begun[1]
-        left = self._num_steps - self._now[1]
-        return f"{clock_time(seconds / steps * left)} left" if steps else ""
+        left_s = self.seconds()
+        return "" if left_s is None else f"{clock_time(left_s)} left"
 
 
 def clock_time(seconds: float) -> str:

@@ -1,0 +1,348 @@
+"""The kept rollouts of a run: a table to search and sort, and one group with every turn.
+
+The table is read from the files once, and then as far as they have grown; while that takes long, answers are of what was read
+so far. A group's times are looked up in the events.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from millstream.dash.api import (
+    GroupAnswer,
+    MemberRow,
+    RolloutLife,
+    RolloutRow,
+    RolloutsAnswer,
+    SkippedRow,
+    TokenColumns,
+    TurnRow,
+)
+from millstream.dash.tiles import RunTiles
+from millstream.errors import MillstreamError
+from millstream.events import (
+    AnyEvent,
+    GroupAdmitted,
+    GroupLeft,
+    GroupScored,
+    GroupTaken,
+    RolloutEnded,
+    RolloutStarted,
+)
+from millstream.events.rollouts.reader import KeptGroup, KeptRollout, RolloutDump
+from millstream.events.rollouts.text import Decode, mask_runs
+from millstream.events.rollouts.writer import ROLLOUTS_FOLDER
+from millstream.run.keep_rollouts import decoder_in
+from millstream.types import Fate, Floats, Rollout
+
+HEAD_TOKENS = 60  # of what the model wrote, in the table
+MAX_HEAD = 160  # characters
+MAX_DAMAGED = 10
+MAX_KEPT_ROWS = 100_000  # in memory, the newest
+MAX_TURN_TOKENS = 20_000  # that are sent one by one
+MAX_TURN_CHARACTERS = 1_000_000
+MAX_LIFE_TILES = 400  # that are searched for a group's events
+SORTS: dict[str, Callable[[RolloutRow], float | None]] = {
+    "reward": lambda row: row.reward,
+    "advantage": lambda row: row.advantage,
+    "length": lambda row: row.num_tokens,
+    "lag": lambda row: row.lag,
+    "step": lambda row: row.step,
+}
+
+
+class RolloutFilter(Struct, frozen=True, kw_only=True):
+    """None or "": no restriction."""
+
+    sort: str = ""  # one of `SORTS`; "": the newest first
+    descending: bool = True
+    query: str = ""  # in the task's name, or the beginning of the answer
+    environment: str = ""
+    fate: str = ""
+    step: int | None = None
+    offset: int = 0
+    limit: int = 50
+
+
+class RolloutList:
+    """`lock` is held by who refreshes or reads."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.lock = threading.RLock()
+        self._dump: RolloutDump | None = None
+        self._decode: Decode | None = None
+        self._rows: dict[tuple[int, float], list[RolloutRow]] = {}  # by group and the number of its departure
+        self._order: list[tuple[int, float]] = []
+        self._to_read: Iterator[KeptGroup] = iter(())
+        self._num_kept = 0
+        self._stamp: object = None
+        self._num_rows = 0
+        self.why_none: str | None = None
+        self.damaged: list[SkippedRow] = []  # what could not be read
+        self.is_whole = False
+
+    def refresh(self, max_s: float, sources: dict[int, str]) -> bool:
+        """Reads for about `max_s`. Returns whether that is all."""
+        until = time.monotonic() + max_s
+        with self.lock:
+            stamp = _stamp_of(self._run_dir / ROLLOUTS_FOLDER)
+            if stamp != self._stamp or self._dump is None:
+                self._stamp = stamp
+                if not self._open():
+                    self.is_whole = True
+                    return True
+            return self._read(until, sources)
+
+    def _open(self) -> bool:
+        try:
+            self._dump = RolloutDump(self._run_dir)
+            self._decode = self._decode or decoder_in(self._dump.folder)
+            groups = list(self._dump.groups())
+        except (MillstreamError, OSError, ValueError) as error:
+            self._dump = None
+            self.why_none = str(error)
+            return False
+        self.why_none = None
+        self.damaged = []
+        self._order = [(group.group_id, group.departure) for group in groups]
+        known = {key: rows for key in self._order if (rows := self._rows.get(key)) and not math.isinf(key[1])}
+        self._rows = known
+        self._num_rows = sum(map(len, known.values()))
+        self._num_kept = sum(map(self._dump.num_attempts, groups))
+        self._to_read = (group for group in reversed(groups) if (group.group_id, group.departure) not in known)
+        self.is_whole = False
+        return True
+
+    def _read(self, until: float, sources: dict[int, str]) -> bool:
+        assert self._dump is not None and self._decode is not None
+        for number, group in enumerate(self._to_read):
+            try:
+                found = [_row(one, self._decode, sources) for one in self._dump.rollouts(group)]
+            except (MillstreamError, OSError, ValueError) as error:  # damaged, or just deleted by the run
+                why = str(error)
+                if len(self.damaged) < MAX_DAMAGED and why not in (row.why for row in self.damaged):
+                    self.damaged.append(SkippedRow(file=ROLLOUTS_FOLDER, line=0, why=why))
+                continue
+            self._rows[group.group_id, group.departure] = found
+            self._num_rows += len(found)
+            if self._num_rows > MAX_KEPT_ROWS:
+                break
+            if number % 16 == 15 and time.monotonic() > until:
+                return False
+        self.is_whole = True
+        return True
+
+    def answer(self, asked: RolloutFilter, tiles: RunTiles | None) -> RolloutsAnswer:
+        with self.lock:
+            rows = [row for key in reversed(self._order) for row in self._rows.get(key, ())]
+            dump, num_kept = self._dump, self._num_kept
+        words = asked.query.casefold()
+        found = [
+            row
+            for row in rows
+            if (not asked.fate or row.fate == asked.fate)
+            and (not asked.environment or row.environment == asked.environment)
+            and (asked.step is None or row.step == asked.step)
+            and (not words or words in row.task.casefold() or words in row.head.casefold())
+        ]
+        if asked.sort:
+            found = _sorted(found, SORTS[asked.sort], is_descending=asked.descending)
+        return RolloutsAnswer(
+            total=len(found),
+            num_kept=num_kept,
+            num_read=len(rows),
+            num_away=0 if tiles is None or dump is None else max(0, _num_attempts(tiles) - num_kept),
+            rows=found[asked.offset : asked.offset + asked.limit],
+            environments=sorted({row.environment for row in rows} - {""}),
+            fates=sorted({row.fate for row in rows}),
+            why_none=self.why_none,
+        )
+
+    def group(self, group_id: int, tiles: RunTiles | None) -> GroupAnswer | None:
+        """None: it is not in the files. Raises `MillstreamError` for what cannot be read."""
+        with self.lock:
+            if self._dump is None or self._decode is None:
+                return None
+            group = self._dump.group(group_id)
+            if group is None:
+                return None
+            members, decode = self._dump.rollouts(group), self._decode
+            taken = self._dump.taken_rows(group) if group.taken is not None else None
+        references = (
+            {} if taken is None else dict(zip(taken.places, (row.reference for row in taken.rows), strict=True))
+        )
+        events, sources = [], {}
+        if tiles is not None:
+            with tiles.lock:
+                events = group_events(tiles, group_id)
+                sources = tiles.sources
+        return GroupAnswer(
+            group_id=group_id,
+            task=members[0].task_id if members else group.task_id,
+            fate=group.fate or "in flight",
+            members=[_member(one, decode, sources, references, events) for one in members],
+        )
+
+
+def _stamp_of(folder: Path) -> object:
+    try:
+        return sorted((entry.name, entry.stat().st_size) for entry in folder.iterdir())
+    except OSError as error:
+        return str(error)
+
+
+def _num_attempts(tiles: RunTiles) -> int:
+    with tiles.lock:
+        return sum(int(tiles.tiles.of(f"rollouts_{name}").sum()) for name in ("ended", "failed", "aborted"))
+
+
+def _sorted(
+    rows: list[RolloutRow], key: Callable[[RolloutRow], float | None], *, is_descending: bool
+) -> list[RolloutRow]:
+    """Those without a value come last."""
+    valued = [(value, row) for row in rows if (value := key(row)) is not None]
+    valued.sort(key=lambda pair: pair[0], reverse=is_descending)
+    return [row for _, row in valued] + [row for row in rows if key(row) is None]
+
+
+def _row(one: KeptRollout, decode: Decode, sources: dict[int, str]) -> RolloutRow:
+    return RolloutRow(
+        group_id=one.group_id,
+        member=one.member,
+        attempt=one.attempt,
+        task=one.task_id,
+        environment=sources.get(one.group_id, ""),
+        step=one.step,
+        start_version=min((part.start_version for part in one.parts), default=None),
+        lag=one.lag,
+        reward=_number(one.reward),
+        advantage=_number(one.advantage),
+        num_tokens=one.num_sampled,
+        fate=one.fate,
+        head=_head(one.parts, decode),
+    )
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _head(parts: Sequence[Rollout], decode: Decode) -> str:
+    for part in parts:
+        tokens = part.tokens[part.loss_mask][:HEAD_TOKENS]
+        if len(tokens):
+            return decode(tokens.tolist())[:MAX_HEAD]
+    return ""
+
+
+# ---- one group -----------------------------------------------------------------------------------------------------------
+
+
+def _member(
+    one: KeptRollout,
+    decode: Decode,
+    sources: dict[int, str],
+    references: dict[tuple[int, int], Floats | None],
+    events: Sequence[AnyEvent],
+) -> MemberRow:
+    advantages = one.advantages or [None] * len(one.parts)
+    turns = [
+        turn
+        for part, own in zip(one.parts, advantages, strict=True)
+        for turn in _turns(part, decode, own, references.get((part.member, part.part)))
+    ]
+    return MemberRow(
+        row=_row(one, decode, sources),
+        why=one.why,
+        finish=str(one.parts[-1].finish) if one.parts else "",
+        reward_parts={name: value for name, value in one.reward_parts.items() if math.isfinite(value)},
+        life=_life(one, events),
+        turns=turns,
+    )
+
+
+def _turns(part: Rollout, decode: Decode, advantages: Floats | None, reference: Floats | None) -> Iterator[TurnRow]:
+    number = 0
+    for is_sampled, of in mask_runs(part.loss_mask):
+        tokens = part.tokens[of].tolist()
+        reward = float(part.turn_rewards[number]) if is_sampled and number < len(part.turn_rewards) else None
+        number += is_sampled
+        columns = None
+        if len(tokens) <= MAX_TURN_TOKENS:
+            columns = TokenColumns(
+                texts=token_texts(tokens, decode),
+                versions=part.versions[of].tolist() if is_sampled else None,
+                log_probs=_floats(part.logprobs[of]) if is_sampled else None,
+                advantages=_floats(advantages[of]) if is_sampled and advantages is not None else None,
+                ratios=None,
+                reference_log_probs=_floats(reference[of]) if is_sampled and reference is not None else None,
+            )
+        yield TurnRow(
+            role="model" if is_sampled else "prompt" if of.start == 0 else "environment",
+            agent=part.agent,
+            part=part.part,
+            text=decode(tokens)[:MAX_TURN_CHARACTERS],
+            tokens=columns,
+            reward=reward if reward is None or math.isfinite(reward) else None,
+        )
+
+
+def _floats(values: Floats) -> list[float | None]:
+    found: list[float | None] = np.round(values.astype(np.float64), 5).tolist()
+    return found
+
+
+def token_texts(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds behind the one before: a tokenizer may leave out the space of a token that stands
+    alone."""
+    alone = [decode([token]) for token in tokens]
+    texts = alone[:1]
+    for number in range(1, len(tokens)):
+        both = decode([tokens[number - 1], tokens[number]])
+        is_behind = both.startswith(alone[number - 1])
+        texts.append(both[len(alone[number - 1]) :] if is_behind else alone[number])
+    return texts
+
+
+def group_events(tiles: RunTiles, group_id: int) -> list[AnyEvent]:
+    """From its admission to its end, as far as that is within `MAX_LIFE_TILES`."""
+    low, high = tiles.tiles.of("low_group"), tiles.tiles.of("high_group")
+    begins = np.flatnonzero((low <= group_id) & (high >= group_id))
+    if not len(begins):
+        return []
+    found: list[AnyEvent] = []
+    end = min(len(tiles.tiles), int(begins[0]) + MAX_LIFE_TILES)
+    for number in range(int(begins[0]), end):
+        own = list(tiles.events([number], containing=b'"group_id":%d,' % group_id))
+        found += own
+        if any(isinstance(event, GroupLeft) and event.fate is not Fate.SUPERSEDED for event in own):
+            break
+    return found
+
+
+def _life(one: KeptRollout, events: Sequence[AnyEvent]) -> RolloutLife:
+    times: dict[str, Any] = dict.fromkeys(RolloutLife.__struct_fields__)
+    for event in events:
+        match event:
+            case GroupAdmitted():
+                times["admitted"] = event.at
+            case RolloutStarted(member=one.member, attempt=one.attempt):
+                times["started"] = event.at
+            case RolloutEnded(member=one.member, attempt=one.attempt):
+                times["generated"] = event.at
+            case GroupScored():
+                times["settled"] = event.at
+            case GroupTaken() if one.step is not None:
+                times["taken"] = event.at
+            case GroupLeft(fate=Fate.TRAINED) if one.step is not None:
+                times["trained"] = event.at
+    return RolloutLife(**times)
