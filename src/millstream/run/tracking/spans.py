@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 EXPORT_S = 10.0  # for one batch of spans
 MIN_GAP_S = 1e-3  # between two turns: a shorter one is no span
 MAX_LINKS = 4096  # of a step
-Key = tuple[int, int, int]
+MemberKey = tuple[int, int, int]
 
 
 class RunSpans:
@@ -66,8 +66,8 @@ class RunSpans:
         self._metrics = StepMetrics()
         self._run = tracer.start_span("run", start_time=self._time(begun), attributes=attributes)
         self._stepped_at = begun
-        self._playing: dict[Key, Span] = {}
-        self._turned_at: dict[Key, float] = {}  # when the last turn of a rollout ended
+        self._playing: dict[MemberKey, Span] = {}
+        self._turned_at: dict[MemberKey, float] = {}  # when the last turn of a rollout ended
         self._ended: dict[int, list[SpanContext]] = {}  # rollouts of groups in flight
         self._batch: list[SpanContext] = []
         self._evaluations: dict[str, Span] = {}
@@ -271,7 +271,7 @@ def _watched(exporter: Any, place: str, warn: Callable[[str], None]) -> Any:
     return Watched()
 
 
-def _key(event: RolloutStarted | RolloutSpan | RolloutEnded | RolloutFailed | RolloutAborted) -> Key:
+def _key(event: RolloutStarted | RolloutSpan | RolloutEnded | RolloutFailed | RolloutAborted) -> MemberKey:
     return event.group_id, event.member, event.attempt
 
 
