@@ -332,7 +332,7 @@ function LaneCanvas(props: CanvasProps) {
   const { data, lanes, range, wide, track, row } = props;
   const canvas = useRef<HTMLCanvasElement>(null);
   const theme = useTheme();
-  const [hover, setHover] = useState<{ x: number; y: number; at: number; lane: LaneRow | null; box: Box | null } | null>(null);
+  const [hover, setHover] = useState<{ x: number; y: number; at: number; down: number } | null>(null); // of the window, and of the canvas
   const drawn = useMemo(
     () => lanes.map((lane) => ({ name: lane.name, boxes: boxes(spansIn(data, lane.name, range), range, wide) })),
     [data.whole, data.part, range.from, range.to, wide],
@@ -351,16 +351,12 @@ function LaneCanvas(props: CanvasProps) {
     drawLanes(context, { lanes: drawn, view: range, width: wide, row, cursor: hover?.at ?? null, ...more }, theme);
   }, [drawn, theme, hover?.at, props.chosen, lanes.length, props.ticks, row]);
 
-  const find = (event: PointerEvent): { lane: number; box: Box | null; x: number } => {
-    const box = (event.currentTarget as Element).getBoundingClientRect();
-    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+  const find = (x: number, y: number): { lane: number; box: Box | null } => {
     const lane = Math.min(lanes.length - 1, Math.max(0, Math.floor(y / row)));
-    return { lane, x, box: boxAt(drawn[lane]?.boxes ?? [], x, 1 - (y / row - lane)) };
+    return { lane, box: boxAt(drawn[lane]?.boxes ?? [], x, 1 - (y / row - lane)) };
   };
-  const gestures = useGestures(canvas, props, wide, (event) => {
-    const { lane, box, x } = find(event);
-    setHover({ x: event.clientX, y: event.clientY, at: x, lane: lanes[lane] ?? null, box });
-  });
+  const gestures = useGestures(canvas, props, wide, (event) => setHover({ x: event.clientX, y: event.clientY, at: event.offsetX, down: event.offsetY }));
+  const under = hover === null ? null : find(hover.at, hover.down); // found again when the view has moved under the pointer
   const busy = lanes.map((lane) => `${lane.name} idle ${percent(lane.idle_share)}`).join(", ");
   return (
     <>
@@ -373,18 +369,19 @@ function LaneCanvas(props: CanvasProps) {
         {...gestures}
         onPointerLeave={() => setHover(null)}
         onClick={(event) => {
-          const { lane, box } = find(event as unknown as PointerEvent);
+          const { offsetX, offsetY } = event as unknown as PointerEvent;
+          const { lane, box } = find(offsetX, offsetY);
           props.onChoose(box === null ? null : { track: props.index, lane, span: box.span });
         }}
         onDblClick={(event) => props.onZoom(0.4, (event as unknown as PointerEvent).offsetX / wide)}
       />
-      {hover !== null && (
+      {hover !== null && under !== null && (
         <Tooltip x={hover.x} y={hover.y}>
-          <b>{hover.lane?.name}</b>
-          {hover.box === null ? (
+          <b>{lanes[under.lane]?.name}</b>
+          {under.box === null ? (
             <span>idle at {duration(range.from + (hover.at / wide) * width(range) - track.origin)}</span>
           ) : (
-            <SpanFacts span={hover.box.span} origin={track.origin} />
+            <SpanFacts span={under.box.span} origin={track.origin} />
           )}
         </Tooltip>
       )}
