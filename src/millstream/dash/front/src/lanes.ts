@@ -198,8 +198,8 @@ export function drawLanes(context: CanvasRenderingContext2D, drawn: Drawn, theme
   for (const at of drawn.ticks) context.fillRect(Math.round(xOf(at + drawn.origin)), 0, 1, height);
   lanes.forEach((lane, i) => drawLane(context, lane.boxes, i * row + GAP / 2, row - GAP, theme));
   context.fillStyle = theme.isDark ? "#ffffff30" : "#00000026";
-  const room = (drawn.marks.length * 5) / width < 1;
-  if (room) for (const [at] of drawn.marks) context.fillRect(Math.round(xOf(at)), 0, 1, height);
+  const marks = drawn.marks.filter(([at]) => at >= view.from && at <= view.to);
+  if (marks.length * 12 < width) for (const [at] of marks) context.fillRect(Math.round(xOf(at)), 0, 1, height);
   if (drawn.isOver && xOf(drawn.end) < width) {
     context.fillStyle = theme.muted;
     context.fillRect(Math.round(xOf(drawn.end)), 0, 1.5, height);
