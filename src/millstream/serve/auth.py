@@ -76,8 +76,8 @@ class AccessControl:
     def _check(self, headers: Headers) -> Response | None:
         if self._token is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(given.strip().encode(), self._token)
-            if scheme.lower() != "bearer" or not is_right:
+            given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            if not hmac.compare_digest(given.strip().encode(), self._token):
                 why = "expected the header 'Authorization: Bearer TOKEN' with this service's token"
                 return self._refusal(401, why, {"WWW-Authenticate": "Bearer"})
         elif "origin" in headers or not is_loopback(_name(headers.get("host", ""))):

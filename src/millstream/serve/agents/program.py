@@ -129,6 +129,8 @@ async def _started(command: tuple[str, ...], access: AgentAccess) -> asyncio.sub
     variables = {
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
+        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,
         "MILLSTREAM_TASK": str(access.folder / TASK_FILE),
     }

@@ -10,7 +10,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -59,6 +59,18 @@ class ResponseWriter:
         num_tokens = sum(len(piece.sampled.tokens) for piece, _ in found)
         return self._head | {"choices": choices, "usage": self.usage(num_tokens)} | self._prompt_ids()
 
+    def stream_begin(self) -> Iterator[bytes]:
+        return map(stream_event, self._first_chunks())
+
+    def stream_piece(self, index: int, piece: TextPiece | None, finish: Finish | None) -> Iterator[bytes]:
+        yield stream_event(self.chunk(index, piece, finish))
+
+    def stream_end(self, num_tokens: int) -> Iterator[bytes]:
+        """The usage, if it was requested."""
+        if self._request.has_usage:
+            yield stream_event(self._chunk({"choices": [], "usage": self.usage(num_tokens)}))
+        yield DONE
+
     def chunk(self, index: int, piece: TextPiece | None, finish: Finish | None) -> ResponseJson:
         """The next text of one answer; without a piece, its end."""
         choice: ResponseJson = {
@@ -77,7 +89,7 @@ class ResponseWriter:
             choice |= self._tokens(piece)
         return self._chunk({"choices": [choice]})
 
-    def first_chunks(self) -> list[ResponseJson]:
+    def _first_chunks(self) -> list[ResponseJson]:
         """The roles, with which a chat begins; the first chunk of all has the prompt's tokens."""
         if not self._request.is_chat:
             return []
@@ -85,10 +97,6 @@ class ResponseWriter:
             {"index": n, "finish_reason": None, "delta": {"role": "assistant", "content": ""}} for n in self._indices()
         )
         return [self._chunk({"choices": [role]}) for role in roles]
-
-    def last_chunk(self, num_tokens: int) -> ResponseJson | None:
-        """The usage, if it was requested."""
-        return self._chunk({"choices": [], "usage": self.usage(num_tokens)}) if self._request.has_usage else None
 
     def usage(self, num_tokens: int) -> ResponseJson:
         num_prompt = sum(map(len, self._prompts))
@@ -185,7 +193,8 @@ def error_json(
     param: str | None = None,
     code: str | None = None,
 ) -> Response:
-    return json_response({"error": error_object(status, message, param=param, code=code)}, status, headers)
+    error = error_object(status, message, param=param, code=code)
+    return json_response({"type": "error", "error": error}, status, headers)  # the type: for Anthropic's clients
 
 
 def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ResponseJson:

@@ -1,7 +1,8 @@
-"""A model over HTTP with OpenAI's API. See docs/serving.md.
+"""A model over HTTP with OpenAI's API, and Anthropic's Messages API. See docs/serving.md.
 
     GET    /v1/models, /v1/models/NAME, /health                                           200
     POST   /v1/completions, /v1/chat/completions         complete, or a stream of events  200
+    POST   /v1/messages                                  the same by Anthropic's API      200
     POST   /v1/sessions                                  begin a session                  201
     GET    /v1/sessions/ID                               its tokens                       200
     DELETE /v1/sessions/ID                               delete it                        200
@@ -45,6 +46,7 @@ from millstream.serve.http import BodyReader, ClientGone, EmptyBody, HttpError, 
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.detokenize import TextPiece, TextStream
+from millstream.serve.openai.messages import MessagesBody, MessageWriter, parse_messages
 from millstream.serve.openai.prompt_scores import PromptScores, ScorePrompt
 from millstream.serve.openai.request_schema import (
     BadRequest,
@@ -56,7 +58,6 @@ from millstream.serve.openai.request_schema import (
     parse_request,
 )
 from millstream.serve.openai.response_schema import (
-    DONE,
     ResponseWriter,
     error_json,
     error_object,
@@ -78,6 +79,8 @@ from millstream.types import Request as EngineRequest
 B = TypeVar("B", CompletionBody, ChatBody)
 OnPiece = Callable[[int, TextPiece | None, Finish | None], None]  # index of the answer; its next text, or its end
 Answered = tuple[TextStream, Finish]
+AnswerWriter = ResponseWriter | MessageWriter
+MakeWriter = Callable[[Sequence[Sequence[int]]], AnswerWriter]  # of the prompts' tokens
 CLIENT_GONE = 499
 LONG_PROMPT = 1 << 14  # characters
 TOO_MANY = 429
@@ -149,6 +152,7 @@ class ModelService:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/messages", self.message, methods=["POST"]),
             Route("/v1/sessions", self.begin_session, methods=["POST"]),
             Route("/v1/sessions/{session_id}", self.session, methods=["GET"]),
             Route("/v1/sessions/{session_id}", self.end_session, methods=["DELETE"]),
@@ -175,6 +179,12 @@ class ModelService:
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatBody)
+
+    async def message(self, request: Request) -> Response:
+        """Anthropic's Messages API."""
+        body: MessagesBody = await self._bodies.read(request, MessagesBody)
+        parsed = parse_messages(body, session_id=self._session_id(request))
+        return await self._respond(request, parsed, lambda prompts: MessageWriter(prompts[0], model=self._served.name))
 
     async def begin_session(self, request: Request) -> Response:
         await self._bodies.read(request, EmptyBody)
@@ -237,9 +247,15 @@ class ModelService:
         body: CompletionFields = await self._bodies.read(request, kind)
         assert isinstance(body, CompletionBody | ChatBody)
         parsed = parse_request(body, session_id=self._session_id(request))
+        served = self._served
+        return await self._respond(
+            request, parsed, lambda prompts: ResponseWriter(parsed, prompts, model=served.name, text=served.text)
+        )
+
+    async def _respond(self, request: Request, parsed: CompletionRequest, make_writer: MakeWriter) -> Response:
         self._check_model(parsed.model)
         generation = await until_disconnect(request, self._tokenize(parsed))
-        writer = ResponseWriter(parsed, generation.prompts, model=self._served.name, text=self._served.text)
+        writer = make_writer(generation.prompts)
         if parsed.is_streamed:
             return StreamingResponse(self._events(generation, writer), media_type="text/event-stream")
         scores = await until_disconnect(request, self._scores(generation)) if parsed.is_echoed else None
@@ -358,7 +374,8 @@ class ModelService:
             answer.end()
             finish = Finish.STOP if answer.is_stopped else completion.finish
         except asyncio.CancelledError:
-            if not answer.is_stopped or _is_cancelled():
+            own = asyncio.current_task()
+            if not answer.is_stopped or (own is not None and own.cancelling()):  # not only the future that it awaits
                 raise
             answer.end()
         except EngineGone as broken:
@@ -394,11 +411,11 @@ class ModelService:
             num_sampled=call.num_sampled,
         )
 
-    async def _events(self, generation: Generation, writer: ResponseWriter) -> AsyncIterator[bytes]:
+    async def _events(self, generation: Generation, writer: AnswerWriter) -> AsyncIterator[bytes]:
         """Server-sent events; the queue is bounded by the length of the answers. If the client disconnects, the answers are
         aborted."""
-        for chunk in writer.first_chunks():
-            yield stream_event(chunk)
+        for event in writer.stream_begin():
+            yield event
         queue: asyncio.Queue[tuple[int, TextPiece | None, Finish | None] | None] = asyncio.Queue()
         work = asyncio.create_task(self._all(generation, lambda *item: queue.put_nowait(item)))
         work.add_done_callback(lambda _: queue.put_nowait(None))
@@ -406,23 +423,15 @@ class ModelService:
             while (item := await queue.get()) is not None:
                 index, piece, finish = item
                 if piece is not None or finish is not None:
-                    yield stream_event(writer.chunk(index, piece, finish))
-            answers = work.result()
-            usage = writer.last_chunk(sum(len(answer.tokens) for answer, _ in answers))
-            if usage is not None:
-                yield stream_event(usage)
-            yield DONE
+                    for event in writer.stream_piece(index, piece, finish):
+                        yield event
+            for event in writer.stream_end(sum(len(answer.tokens) for answer, _ in work.result())):
+                yield event
         except (EngineError, RequestRefused) as wrong:
             yield stream_event({"error": error_object(503 if isinstance(wrong, EngineError) else 400, str(wrong))})
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-
-
-def _is_cancelled() -> bool:
-    """Whether the current task was cancelled, not only a future that it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 # ---- the service
