@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -184,6 +186,55 @@ def test_an_index_that_is_damaged_or_of_another_log_does_not_count(tmp_path: Pat
     again = RunTiles(path)
     again.refresh()
     assert_adds_up(again, path)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("format", lambda old: "1"),
+        ("counts", lambda old: old[:-1]),
+        ("counts", lambda old: [*old, 0]),
+        ("counts", lambda old: [10**30, *old[1:]]),
+        ("depths", lambda old: old[1:]),
+        ("end", lambda old: 0),
+        ("first_seq", lambda old: 10**30),
+        ("marks", lambda old: [["warned", 1, 10**12, 5]]),
+        ("status", lambda old: ["status", 1, 0, 10**15]),
+    ],
+)
+def test_an_index_of_another_format_or_with_impossible_numbers_is_made_again(
+    tmp_path: Path, field: str, change: Callable[[Any], Any]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    list(written(path, [[0, 2, 3, 4, 5, 6] * 5], []))
+    as_written = index_of(path).read_bytes()
+    tiles = [json.loads(line) for line in as_written.splitlines()]
+    for tile in tiles:
+        place = index.EventTile.__struct_fields__.index(field)
+        tile[place] = change(tile[place])
+    index_of(path).write_text("".join(json.dumps(tile) + "\n" for tile in tiles))
+    damaged = index_of(path).read_bytes()
+    found = RunTiles(path)
+    found.refresh(may_write=lambda: True)
+    assert_adds_up(found, path)
+    assert index_of(path).read_bytes() == as_written
+    index_of(path).write_bytes(damaged)
+    JsonlSink(path).close()  # a resumed run
+    assert index_of(path).read_bytes() == as_written
+
+
+@pytest.mark.parametrize("field", ["seq", "num_tokens"])
+def test_a_line_with_an_integer_beyond_64_bits_is_skipped(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "events.jsonl"
+    list(written(path, [[0, 1] * 4], []))
+    lines = path.read_bytes().splitlines(keepends=True)
+    line = json.loads(lines[3])
+    for value in (10**30, 2**63 - 1):
+        lines.append(json.dumps({**line, field: value}, separators=(",", ":")).encode() + b"\n")
+    path.write_bytes(b"".join(lines))
+    found = RunTiles(path)
+    assert found.refresh()
+    assert found.num_skipped == 2 and [one.line for _, one in found.skipped] == [9, 10]
 
 
 def test_lines_that_cannot_be_read_are_counted_and_named(tmp_path: Path) -> None:

@@ -3,20 +3,23 @@ in the file, when they happened, and what they add up to. A view of a long run r
 events of a few tiles.
 
 The index is made as the events are written, by the same thread, and is a copy: it can be deleted, and is made again
-by `millstream dash`. A tile is a function of its lines alone. It counts events that a resume has undone: who reads tiles takes
-those back (`EventTile.resumes`). A line that cannot be read is counted, with the reason.
+by `millstream dash`. A tile is a function of its lines alone. It counts events that a resume has undone: readers subtract them
+(`EventTile.resumes`). A line that cannot be read is counted, with the reason. Each tile names its `FORMAT`; one of another
+format, or with a number out of range, is not used, and made again.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from millstream.errors import shown
 from millstream.events.encoding import decode_event
@@ -63,6 +66,10 @@ _COUNTED_KINDS: dict[type[Event], int] = {
     **dict.fromkeys((GroupTaken, GroupResumed, DraftsChecked), _NOT_COUNTED),
 }
 DEPTHS = ("requests_waiting", "requests_running", "rows_in_store", "groups_outstanding", "groups_taken", "budget")
+FORMAT = f"2-{zlib.crc32(' '.join((*COUNTED, *DEPTHS)).encode()):08x}"  # another for other names
+MAX_NUMBER = 1 << 53  # of an event: the sum of a tile has 64 bits
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Number = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class TileWork(Struct, frozen=True, array_like=True):
@@ -73,8 +80,8 @@ class TileWork(Struct, frozen=True, array_like=True):
     begin: float
     end: float
     busy: float
-    num: int
-    num_tokens: int
+    num: Count
+    num_tokens: Number
 
 
 class TileWait(Struct, frozen=True, array_like=True):
@@ -82,53 +89,56 @@ class TileWait(Struct, frozen=True, array_like=True):
 
     owner: str
     what: str
-    num_readings: int
-    num: int
+    num_readings: Count
+    num: Number
     longest_s: float
 
 
 class TileStep(Struct, frozen=True, array_like=True):
-    version: int
+    version: Number
     at: float
-    num_rollouts: int
-    num_tokens: int
+    num_rollouts: Number
+    num_tokens: Number
 
 
 class TileMark(Struct, frozen=True, array_like=True):
-    """Where an event is that is seldom: the first byte and the number of bytes of its line."""
+    """Where an event of a rare kind is: the first byte and the number of bytes of its line."""
 
     kind: str
-    seq: int
-    offset: int
-    size: int
+    seq: Count
+    offset: Count
+    size: Count
 
 
 class TileSkip(Struct, frozen=True, array_like=True):
-    line: int
+    line: Count
     why: str
 
 
 class EventTile(Struct, frozen=True, array_like=True):
-    offset: int  # of its first line
-    end: int  # the first byte after it
-    line: int  # the number of the first line
-    num_lines: int
-    first_seq: int  # -1, as the next: no line can be read
-    last_seq: int
+    format: str
+    offset: Count  # of its first line
+    end: Count  # the first byte after it
+    line: Count  # the number of the first line
+    num_lines: Count
+    first_seq: Number  # -1, as the next: no line can be read
+    last_seq: Number
     begin: float  # the lowest time of an event
     until: float  # the highest
-    counts: list[int]  # in the order of `COUNTED`
-    num_readings: int  # of the state
-    depths: list[int]  # their sums, in the order of `DEPTHS`
+    counts: Annotated[list[Count], Meta(min_length=len(COUNTED), max_length=len(COUNTED))]  # in the order of `COUNTED`
+    num_readings: Count  # of the state
+    depths: Annotated[
+        list[Number], Meta(min_length=len(DEPTHS), max_length=len(DEPTHS))
+    ]  # sums, in the order of `DEPTHS`
     work: list[TileWork]
     waits: list[TileWait]
     steps: list[TileStep]
     marks: list[TileMark]
     status: TileMark | None  # the last reading
-    resumes: list[tuple[int, int]]  # number and `from_seq` of each `Resumed`
-    groups: tuple[int, int] | None  # the lowest and the highest that was admitted
-    sources: dict[str, list[int]]  # groups by where their task comes from, as far as it says so
-    num_skipped: int
+    resumes: list[tuple[Number, Number]]  # number and `from_seq` of each `Resumed`
+    groups: tuple[Number, Number] | None  # the lowest and the highest that was admitted
+    sources: dict[str, list[Number]]  # groups by where their task comes from, as far as it says so
+    num_skipped: Count
     skipped: list[TileSkip]
 
 
@@ -208,6 +218,7 @@ class Tiler:
     def take(self) -> EventTile:
         is_read = self._first_seq >= 0
         tile = EventTile(
+            format=FORMAT,
             offset=self._offset,
             end=self._end,
             line=self._line,
@@ -301,7 +312,22 @@ def seq_of(line: bytes) -> int:
     """The number of an event, without decoding it. Raises `ValueError`."""
     if not line.startswith(b'{"seq":'):
         raise ValueError("it has no number")
-    return int(line[7 : line.index(b",", 7)])
+    seq = int(line[7 : line.index(b",", 7)])
+    if not 0 <= seq <= MAX_NUMBER:
+        raise ValueError("its number is out of range")
+    return seq
+
+
+_MAY_BE_LARGE = re.compile(rb"[:,\[]-?[0-9]{16}")
+
+
+def _check_numbers(value: Any) -> None:
+    """Raises `ValueError` for an integer that cannot be added up in 64 bits."""
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        raise ValueError(f"an integer beyond {MAX_NUMBER}")
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_numbers(one)
 
 
 def add_line(tiler: Tiler, line: bytes, is_counted: Callable[[int], bool] | None = None) -> None:
@@ -312,6 +338,8 @@ def add_line(tiler: Tiler, line: bytes, is_counted: Callable[[int], bool] | None
             tiler.pass_over(len(line))
             return
         event = decode_event(line)
+        if _MAY_BE_LARGE.search(line):
+            _check_numbers(msgspec.to_builtins(event))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         tiler.skip(f"{error}. Found: {shown(line[:200].rstrip())}", len(line))
         return
@@ -345,8 +373,19 @@ def read_tiles(path: Path, begin: int = 0) -> Iterator[tuple[EventTile, int]]:
                 tile = _decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 return
+            if not _is_sound(tile):
+                return
             begin += len(line)
             yield tile, begin
+
+
+def _is_sound(tile: EventTile) -> bool:
+    marks = [*tile.marks, *([] if tile.status is None else [tile.status])]
+    return (
+        tile.format == FORMAT
+        and tile.offset < tile.end
+        and all(tile.offset <= mark.offset < mark.offset + mark.size <= tile.end for mark in marks)
+    )
 
 
 def is_in_place(tile: EventTile, events: BinaryIO) -> bool:
@@ -382,7 +421,7 @@ class IndexWriter:
         if size and self._path.exists():
             with events.open("rb") as log:
                 for tile, behind in read_tiles(self._path):
-                    if tile.end > size or tile.num_lines < TILE:
+                    if tile.offset != (last.end if last else 0) or tile.end > size or tile.num_lines != TILE:
                         break
                     last, end = tile, behind
                 if last is not None and not is_in_place(last, log):
