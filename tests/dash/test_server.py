@@ -388,6 +388,23 @@ def test_files_that_are_links_to_the_outside_are_not_read(sim: Path, tmp_path: P
     assert client.get("/api/runs/run/overview").status_code == 409
 
 
+@pytest.mark.parametrize(
+    "name", [".lock", "rollouts/0.rollouts", "rollouts/tokenizer", "rollouts/tokenizer/tokenizer.json"]
+)
+def test_links_and_pipes_are_not_read_wherever_they_are(kept: Path, tmp_path: Path, name: str) -> None:
+    run = shutil.copytree(kept, tmp_path / "run")
+    client, file = client_of(run), run / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    for make in (lambda: file.symlink_to("/etc"), lambda: os.mkfifo(file)):
+        make()
+        (row,) = ask(client, "runs")["runs"]
+        assert row["state"] == "unreadable" and str(file) in row["problem"]
+        for view in ("overview", "rollouts", "rollouts/1"):
+            assert client.get(f"/api/runs/run/{view}").status_code == 409
+        file.unlink()
+
+
 def test_hostile_text_stays_text_in_json(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [started(), Warned(at=1.0, message=HOSTILE), *step(1, 2.0)])
     (run / "notes.md").write_text(HOSTILE)

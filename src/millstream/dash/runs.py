@@ -116,14 +116,16 @@ class WatchedRun:
         """Raises `ConfigError` for a folder that is not that of a run, or whose files are elsewhere, and `OSError`."""
         path = self.folder.path
         with os.scandir(path) as entries:
-            found = {entry.name: entry for entry in entries if entry.name in FILES}
+            found = {entry.name: entry for entry in entries if entry.name in (*FILES, LOCK)}
         if not {"events.jsonl", "config.toml"} & found.keys():
             raise ConfigError(f"{path} is not a run folder: it has no events.jsonl and no config.toml")
         inside = path.resolve()
         for name, entry in found.items():
             if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(inside):
                 raise ConfigError(f"{path / name} is a link to a place outside the run folder: it is not followed")
-            if name != ROLLOUTS_FOLDER and not entry.is_file():
+            if name == ROLLOUTS_FOLDER:
+                _check_inside(entry)
+            elif not entry.is_file():
                 raise ConfigError(f"{path / name} is not a file")
 
     def _stamp(self, state: RunStateName) -> str:
@@ -340,6 +342,18 @@ def _may_be_run(path: Path) -> bool:
         return _is_run(path)
     except OSError:
         return True
+
+
+def _check_inside(entry: os.DirEntry[str]) -> None:
+    """Raises `ConfigError` for what is neither a file nor a folder, here or below."""
+    if entry.is_dir(follow_symlinks=False):
+        with os.scandir(entry.path) as entries:
+            for one in entries:
+                _check_inside(one)
+    elif entry.is_symlink():
+        raise ConfigError(f"{entry.path} is a link: it is not followed")
+    elif not entry.is_file(follow_symlinks=False):
+        raise ConfigError(f"{entry.path} is not a file")
 
 
 # ---- the ends of files -----------------------------------------------------------------------------------------------------
