@@ -309,7 +309,6 @@ class TokenColumns(Struct, frozen=True, kw_only=True):
     versions: list[int] | None
     log_probs: list[float | None] | None
     advantages: list[float | None] | None
-    ratios: list[float | None] | None  # of the trained policy's probability to that of the engine
     reference_log_probs: list[float | None] | None
 
 

@@ -283,7 +283,6 @@ def _turns(part: Rollout, decode: Decode, advantages: Floats | None, reference: 
                 versions=part.versions[of].tolist() if is_sampled else None,
                 log_probs=_floats(part.logprobs[of]) if is_sampled else None,
                 advantages=_floats(advantages[of]) if is_sampled and advantages is not None else None,
-                ratios=None,
                 reference_log_probs=_floats(reference[of]) if is_sampled and reference is not None else None,
             )
         yield TurnRow(

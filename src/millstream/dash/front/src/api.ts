@@ -227,7 +227,6 @@ export interface TokenColumns {
   readonly versions: readonly number[] | null;
   readonly log_probs: readonly (number | null)[] | null;
   readonly advantages: readonly (number | null)[] | null;
-  readonly ratios: readonly (number | null)[] | null;
   readonly reference_log_probs: readonly (number | null)[] | null;
 }
 

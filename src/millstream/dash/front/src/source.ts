@@ -154,7 +154,7 @@ export function selectRollouts(all: RolloutsAnswer, options: Options): RolloutsA
   rows.sort((a, b) => {
     const [x, y] = [a[key], b[key]];
     if (x === null || y === null) return Number(x === null) - Number(y === null);
-    return sign * (x - y) || a.group_id - b.group_id || a.member - b.member;
+    return sign * (x - y) || a.group_id - b.group_id || a.member - b.member || a.attempt - b.attempt;
   });
   return { ...all, total: rows.length, rows: rows.slice(Number(offset), Number(offset) + Number(limit)) };
 }

@@ -1,8 +1,9 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import type { ReportAnswers, RolloutRow, RolloutsAnswer } from "../src/api.ts";
-import { advantageStep, logProbStep, ratioStep, tokenClass } from "../src/color.ts";
-import { phasesOf } from "../src/views/group.tsx";
+import type { GroupAnswer, MemberRow, ReportAnswers, RolloutRow, RolloutsAnswer } from "../src/api.ts";
+import { advantageStep, logProbStep, tokenClass } from "../src/color.ts";
+import { memberOf, nameOf, phasesOf } from "../src/views/group.tsx";
+import { placeOf } from "../src/views/rollouts.tsx";
 import { AnswerError, address, EmbeddedSource, selectRollouts } from "../src/source.ts";
 
 const row = (group_id: number, reward: number | null, more: Partial<RolloutRow> = {}): RolloutRow => ({
@@ -44,14 +45,22 @@ test("the life of a rollout has no holes", () => {
   assert.deepEqual(phasesOf({ ...life, settled: 5, taken: null, trained: null }).map((one) => one.title), ["queued", "generating", "reward"]);
 });
 
+test("every attempt of a member can be read, and the last one is shown first", () => {
+  const rows = [row(5, null, { fate: "failed" }), row(5, 1, { attempt: 1 }), row(5, 0, { member: 1 })];
+  const members = rows.map((one) => ({ row: one }) as MemberRow);
+  const group = { group_id: 5, task: "", fate: "trained", members } as GroupAnswer;
+  assert.deepEqual(rows.map((one) => memberOf(group, one.member, Number(placeOf(one)["attempt"]))), members);
+  assert.deepEqual([memberOf(group, 0, null), memberOf(group, 1, 7), memberOf(group, 9, null)], [members[1], members[2], members[0]]);
+  assert.equal(new Set(rows.map(nameOf)).size, 3);
+});
+
 test("steps of token colors have their limits", () => {
   assert.deepEqual([0.95, 0.6, 0.2, 0.05, 0.001].map((p) => logProbStep(Math.log(p))), [0, 1, 2, 3, 4]);
-  assert.deepEqual([0.5, 0.8, 0.9, 1, 1.1, 1.3, 2].map(ratioStep), [-3, -2, -1, 0, 1, 2, 3]);
   assert.deepEqual([-1, -0.1, 0, 0.1, 1].map(advantageStep), [-2, -1, 0, 1, 2]);
 });
 
 test("a token without a value has no color", () => {
-  assert.equal(tokenClass("ratio", null), "");
+  assert.equal(tokenClass("log_prob", null), "");
   assert.equal(tokenClass("none", 1), "");
-  assert.deepEqual([tokenClass("version", 7), tokenClass("ratio", 0.5), tokenClass("advantage", -1)], ["v1", "rn3", "an2"]);
+  assert.deepEqual([tokenClass("version", 7), tokenClass("advantage", -1)], ["v1", "an2"]);
 });

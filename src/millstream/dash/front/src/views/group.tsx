@@ -1,7 +1,7 @@
 // One group: its task, its members, and what one of them wrote, turn by turn and token by token; or all of them side by side.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import type { GroupAnswer, MemberRow, RolloutLife, RunRow, TokenColumns, TurnRow } from "../api.ts";
+import type { GroupAnswer, MemberRow, RolloutLife, RolloutRow, RunRow, TokenColumns, TurnRow } from "../api.ts";
 import { TOKEN_COLORS, type TokenColor, tokenClass, VERSION_HUES } from "../color.ts";
 import { duration, num, signed, visible } from "../format.ts";
 import { useAnswer, useKeys, usePage } from "../hooks.ts";
@@ -12,23 +12,33 @@ const COLOR_TITLES: Readonly<Record<TokenColor, string>> = {
   none: "nothing",
   version: "version",
   log_prob: "log-probability",
-  ratio: "train/behavior ratio",
   advantage: "advantage",
 };
-const COLUMN: Readonly<Record<TokenColor, keyof TokenColumns | null>> = { none: null, version: "versions", log_prob: "log_probs", ratio: "ratios", advantage: "advantages" };
+const COLUMN: Readonly<Record<TokenColor, keyof TokenColumns | null>> = { none: null, version: "versions", log_prob: "log_probs", advantage: "advantages" };
+
+/** The member, and the attempt if it is not the first. */
+export function nameOf(row: RolloutRow): string {
+  return row.attempt ? `${row.member}, attempt ${row.attempt}` : String(row.member);
+}
+
+/** This attempt of the member, or its last one; the first member if there is none. */
+export function memberOf(answer: GroupAnswer, member: number, attempt: number | null): MemberRow | undefined {
+  const own = answer.members.filter((one) => one.row.member === member).reverse();
+  return own.find((one) => one.row.attempt === attempt) ?? own[0] ?? answer.members[0];
+}
 
 export function Group(props: { run: RunRow; group: number }) {
   const { run, group } = props;
   const { route, set } = usePage();
   const { value, error } = useAnswer({ kind: "group", run: run.id, group }, run.stamp);
-  const member = numberOption(route, "member") ?? 0;
   const isBeside = route.options["beside"] === "1";
   const color = TOKEN_COLORS.find((one) => one === route.options["color"]) ?? "version";
-  const chosen = value?.members.find((one) => one.row.member === member) ?? value?.members[0];
+  const chosen = value === null ? undefined : memberOf(value, numberOption(route, "member") ?? 0, numberOption(route, "attempt"));
+  const choose = (row: RolloutRow): void => set({ member: String(row.member), attempt: String(row.attempt) });
   const show = (by: number): void => {
     const at = value?.members.findIndex((one) => one === chosen) ?? -1;
     const next = value?.members[at + by];
-    if (next !== undefined) set({ member: String(next.row.member) });
+    if (next !== undefined) choose(next.row);
   };
   useKeys((event) => {
     if (event.key === "h" || event.key === "l") show(event.key === "h" ? -1 : 1);
@@ -40,7 +50,7 @@ export function Group(props: { run: RunRow; group: number }) {
   return (
     <section class="group" aria-label={`Group ${group}`}>
       <div class="tools">
-        <button type="button" class="close" onClick={() => set({ group: "", member: "" }, true)} aria-label="Back to the list" title="Esc">←</button>
+        <button type="button" class="close" onClick={() => set({ group: "", member: "", attempt: "" }, true)} aria-label="Back to the list" title="Esc">←</button>
         <h2>Group {group}{value && <span class={`fate ${value.fate}`}>{value.fate}</span>}</h2>
         <Select label="color by" value={color} options={TOKEN_COLORS.map((one) => [one, COLOR_TITLES[one]] as const)} onChange={(one) => set({ color: one })} />
         <Check label="side by side" isOn={isBeside} onChange={(isOn) => set({ beside: isOn ? "1" : "" })} title="b" />
@@ -49,25 +59,25 @@ export function Group(props: { run: RunRow; group: number }) {
       {value === null && error === null && <Empty>Reading group {group} …</Empty>}
       {value !== null && chosen !== undefined && (
         <>
-          <Members answer={value} chosen={chosen} onChoose={(one) => set({ member: String(one) })} />
+          <Members answer={value} chosen={chosen} onChoose={choose} />
           <ColorLegend color={color} member={chosen} />
-          {isBeside ? <Beside answer={value} color={color} /> : <Member key={chosen.row.member} member={chosen} color={color} />}
+          {isBeside ? <Beside answer={value} color={color} /> : <Member key={nameOf(chosen.row)} member={chosen} color={color} />}
         </>
       )}
     </section>
   );
 }
 
-function Members(props: { answer: GroupAnswer; chosen: MemberRow; onChoose: (member: number) => void }) {
+function Members(props: { answer: GroupAnswer; chosen: MemberRow; onChoose: (row: RolloutRow) => void }) {
   const rewards = props.answer.members.flatMap((one) => (one.row.reward === null ? [] : [one.row.reward]));
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   return (
     <div class="members">
       <ol aria-label="Members of the group">
         {props.answer.members.map((one) => (
-          <li key={`${one.row.member} ${one.row.attempt}`}>
-            <button type="button" aria-pressed={one === props.chosen} onClick={() => props.onChoose(one.row.member)} title={`member ${one.row.member}: reward ${num(one.row.reward)}, ${one.row.fate}`}>
-              <span class="dim">{one.row.member}</span> {one.row.reward === null ? one.row.fate : num(one.row.reward)}
+          <li key={nameOf(one.row)}>
+            <button type="button" aria-pressed={one === props.chosen} onClick={() => props.onChoose(one.row)} title={`member ${nameOf(one.row)}: reward ${num(one.row.reward)}, ${one.row.fate}`}>
+              <span class="dim">{nameOf(one.row)}</span> {one.row.reward === null ? one.row.fate : num(one.row.reward)}
             </button>
           </li>
         ))}
@@ -92,6 +102,7 @@ function Member(props: { member: MemberRow; color: TokenColor }) {
           ["start version", num(row.start_version)],
           ["step", row.step === null ? "not trained" : num(row.step)],
           ["finish", member.finish || "–"],
+          ...(row.attempt ? [["attempt", String(row.attempt)] as const] : []),
           ...(row.environment ? [["environment", row.environment] as const] : []),
           ["task", row.task || "–"],
           ...parts.map(([name, value]) => [name, num(value)] as const),
@@ -112,9 +123,9 @@ function Beside(props: { answer: GroupAnswer; color: TokenColor }) {
       <Turns turns={prompt} color="none" />
       <div class="beside" tabIndex={0} role="region" aria-label="Members side by side">
         {props.answer.members.map((one) => (
-          <section key={`${one.row.member} ${one.row.attempt}`} aria-label={`Member ${one.row.member}`}>
+          <section key={nameOf(one.row)} aria-label={`Member ${nameOf(one.row)}`}>
             <h3>
-              {one.row.member} <b>{num(one.row.reward)}</b>
+              {nameOf(one.row)} <b>{num(one.row.reward)}</b>
               <span class="note">adv. {signed(one.row.advantage)} · {num(one.row.num_tokens)} tokens · lag {num(one.row.lag)}</span>
             </h3>
             <Turns turns={one.turns.filter((turn) => turn.role !== "prompt")} color={props.color} />
@@ -236,7 +247,6 @@ function described(tokens: TokenColumns, i: number): string {
   };
   add(tokens.versions, (value) => `version ${value}`);
   add(tokens.log_probs, (value) => `probability ${num(Math.exp(value))} (log ${num(value)})`);
-  add(tokens.ratios, (value) => `ratio ${num(value)}`);
   add(tokens.advantages, (value) => `advantage ${signed(value)}`);
   add(tokens.reference_log_probs, (value) => `reference log ${num(value)}`);
   return words.join(" · ");
@@ -244,7 +254,6 @@ function described(tokens: TokenColumns, i: number): string {
 
 const SCALES: Readonly<Record<Exclude<TokenColor, "none" | "version">, ReadonlyArray<readonly [string, string]>>> = {
   log_prob: [["l0", "above 0.9"], ["l1", "above 0.5"], ["l2", "above 0.1"], ["l3", "above 0.01"], ["l4", "below"]],
-  ratio: [["rn3", "below 1/1.5"], ["rn2", "below 1/1.2"], ["rn1", "below 1/1.05"], ["r0", "about 1"], ["r1", "above 1.05"], ["r2", "above 1.2"], ["r3", "above 1.5"]],
   advantage: [["an2", "below −0.5"], ["an1", "below 0"], ["a0", "0"], ["a1", "above 0"], ["a2", "above 0.5"]],
 };
 

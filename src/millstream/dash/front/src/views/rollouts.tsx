@@ -7,7 +7,7 @@ import { type Asked, useAnswers, useKeys, usePage, useSize } from "../hooks.ts";
 import { Empty, Problem, Select } from "../parts/bits.tsx";
 import { formatRoute, numberOption, withOptions } from "../route.ts";
 import { rowsInView } from "../scale.ts";
-import { Group } from "./group.tsx";
+import { Group, nameOf } from "./group.tsx";
 
 const PAGE = 60; // rows of one request
 
@@ -27,6 +27,11 @@ export function Rollouts(props: { run: RunRow }) {
       )}
     </div>
   );
+}
+
+/** Where a rollout is shown, in the address. */
+export function placeOf(row: RolloutRow): Record<string, string> {
+  return { group: String(row.group_id), member: String(row.member), attempt: String(row.attempt) };
 }
 
 function List(props: { run: RunRow }) {
@@ -57,12 +62,12 @@ function List(props: { run: RunRow }) {
     return found;
   }, [pages.join(), ...[0, 1, 2].map((i) => answers[i]?.value)]);
 
-  const chosen = { group: numberOption(route, "group"), member: numberOption(route, "member") ?? 0 };
-  const isChosen = (row: RolloutRow): boolean => row.group_id === chosen.group && row.member === chosen.member;
-  const open = (row: RolloutRow): void => set({ group: String(row.group_id), member: String(row.member) }, chosen.group === null);
+  const chosen = { group: numberOption(route, "group"), member: numberOption(route, "member") ?? 0, attempt: numberOption(route, "attempt") };
+  const isChosen = (row: RolloutRow): boolean => row.group_id === chosen.group && row.member === chosen.member && row.attempt === (chosen.attempt ?? row.attempt);
+  const open = (row: RolloutRow): void => set(placeOf(row), chosen.group === null);
   useKeys((event) => {
     if (event.key === "Escape" && chosen.group !== null) {
-      set({ group: "", member: "" }, true);
+      set({ group: "", member: "", attempt: "" }, true);
       return true;
     }
     if (event.key !== "j" && event.key !== "k") return false;
@@ -115,8 +120,8 @@ function List(props: { run: RunRow }) {
                 top={index * rowHeight}
                 index={index}
                 isChosen={isChosen(row)}
-                href={formatRoute(withOptions(route, { group: String(row.group_id), member: String(row.member) }))}
-                onOpen={() => go(withOptions(route, { group: String(row.group_id), member: String(row.member) }), chosen.group === null)}
+                href={formatRoute(withOptions(route, placeOf(row)))}
+                onOpen={() => go(withOptions(route, placeOf(row)), chosen.group === null)}
               />
             );
           })}
@@ -238,7 +243,7 @@ function Row(props: { row: RolloutRow; top: number; index: number; isChosen: boo
   };
   return (
     <div class={`row ${props.isChosen ? "chosen" : ""}`} role="row" aria-rowindex={props.index + 2} aria-current={props.isChosen ? "true" : undefined} style={{ top: `${props.top}px` }} onClick={click}>
-      <span role="cell"><a href={props.href}>{row.group_id}.{row.member}</a></span>
+      <span role="cell"><a href={props.href} title={`group ${row.group_id}, member ${nameOf(row)}`}>{row.group_id}.{row.member}{row.attempt ? `/${row.attempt}` : ""}</a></span>
       <span role="cell" data-name="step">{row.step === null ? "–" : num(row.step)}</span>
       <span role="cell" data-name="reward" class="strong">{num(row.reward)}</span>
       <span role="cell" data-name="adv.">{signed(row.advantage)}</span>
