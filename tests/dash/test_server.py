@@ -15,6 +15,8 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from millstream.dash import rollouts, runs
+from millstream.dash.report import write_report
 from millstream.dash.runs import RunCatalog
 from millstream.dash.server import dash_app
 from millstream.events import (
@@ -280,8 +282,29 @@ def assert_answers(client: TestClient, run_id: str) -> dict[str, Any]:
 def test_a_log_that_was_cut_anywhere_is_shown_as_far_as_it_goes(sim: Path, tmp_path: Path, num_bytes: int) -> None:
     run = shutil.copytree(sim, tmp_path / "run")
     os.truncate(run / "events.jsonl", num_bytes)
+    is_whole = (run / "events.jsonl").read_bytes()[-1:] in (b"", b"\n")
     found = assert_answers(client_of(run), "run")
-    assert found["num_skipped"] == 0  # a line that is not whole may still be written
+    assert found["num_skipped"] == (0 if is_whole else 1)
+    folder = RunFolder(run)
+    folder.lock()
+    assert assert_answers(client_of(run), "run")["num_skipped"] == 0  # an active run may still write the rest
+    folder.unlock()
+
+
+def test_zeros_at_the_end_of_a_log_are_named_and_hide_nothing(sim: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(sim, tmp_path / "run")
+    before = ask(client_of(run), "runs/run/overview")
+    for name in ("events.jsonl", "metrics.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(bytes(1 << 20))
+    found = assert_answers(client_of(run), "run")
+    assert [found["run"][name] for name in ("state", "step", "seconds")] == [
+        before["run"][name] for name in ("state", "step", "seconds")
+    ]
+    assert [(one["file"], str(1 << 20) in one["why"]) for one in found["skipped"]] == [
+        ("events.jsonl", True),
+        ("metrics.jsonl", True),
+    ]
 
 
 def test_a_log_with_damaged_lines_says_which_were_skipped(sim: Path, tmp_path: Path) -> None:
@@ -293,15 +316,14 @@ def test_a_log_with_damaged_lines_says_which_were_skipped(sim: Path, tmp_path: P
     lines[40] = b"[" * 100_000 + b"\n"
     (run / "events.jsonl").write_bytes(b"".join(lines))
     with (run / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": "x"}\nnonsense\n')
+        file.write(b'{"step": "x"}\nnonsense\n{"step": 7, "reward": %s}\n' % (b"9" * 400))
     found = assert_answers(client_of(run), "run")
     skipped = [(one["file"], one["line"]) for one in found["skipped"]]
     assert skipped == [
         *(("events.jsonl", line) for line in (11, 21, 31, 41)),
-        ("metrics.jsonl", 7),
-        ("metrics.jsonl", 8),
+        *(("metrics.jsonl", line) for line in (7, 8, 9)),
     ]
-    assert found["num_skipped"] == 6 and "of_the_future" in found["skipped"][2]["why"]
+    assert found["num_skipped"] == 7 and "of_the_future" in found["skipped"][2]["why"]
 
 
 def test_an_empty_run_is_shown(tmp_path: Path) -> None:
@@ -572,3 +594,45 @@ def test_a_damaged_file_of_rollouts_leaves_the_rest_and_says_so(kept: Path, tmp_
     assert 0 < found["num_read"] < found["num_kept"] and found["why_none"] is None
     (skipped,) = ask(client, "runs/run/overview")["skipped"]
     assert skipped["file"] == "rollouts" and file.name in skipped["why"]
+
+
+def test_rollouts_with_a_damaged_tokenizer_are_shown_as_numbers(kept: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(kept, tmp_path / "run")
+    (run / "rollouts" / "tokenizer").mkdir()
+    (run / "rollouts" / "tokenizer" / "tokenizer.json").write_text("{")
+    client = client_of(run)
+    assert ask(client, "runs/run/rollouts") == ask(client_of(kept), "runs/kept/rollouts")
+    (skipped,) = ask(client, "runs/run/overview")["skipped"]
+    assert "tokenizer" in skipped["why"] and "numbers" in skipped["why"]
+    write_report(run, tmp_path / "report.html")
+
+
+def test_of_more_rollouts_than_the_limit_the_newest_are_kept_in_memory(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = ask(client_of(kept), "runs/kept/rollouts?limit=500")["rows"]
+    monkeypatch.setattr(rollouts, "MAX_KEPT_ROWS", 9)
+    client = client_of(kept)
+    for _ in range(3):
+        found = ask(client, "runs/kept/rollouts?limit=500")
+        assert 0 < found["num_read"] <= 9 and found["rows"] == everything[: found["num_read"]]
+
+
+def test_a_run_that_was_deleted_and_made_again_is_another_run(tmp_path: Path) -> None:
+    run = run_with_rollouts(tmp_path / "run")
+    client = client_of(run)
+    assert_answers(client, "run")
+    other = run_with_rollouts(tmp_path / "other", failure=0.3, retries=2)
+    with (other / "events.jsonl").open("ab") as file:  # longer than the first
+        file.write((other / "events.jsonl").read_bytes().splitlines(keepends=True)[-1] * 2000)
+    for name in {one.relative_to(folder) for folder in (run, other) for one in folder.rglob("*.*") if one.is_file()}:
+        data = (other / name).read_bytes() if (other / name).exists() else b""
+        (run / name).write_bytes(data)  # the same inodes
+    for view in ("flow", "series", "rollouts?limit=500"):
+        assert ask(client, f"runs/run/{view}") == ask(client_of(other), f"runs/other/{view}")
+
+
+def test_a_fault_of_a_view_is_an_error_answer(sim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "flow_answer", lambda *_: 1 // 0)
+    response = client_of(sim).get("/api/runs/sim/flow")
+    assert response.status_code == 500 and "ZeroDivisionError" in response.json()["error"]

@@ -75,7 +75,8 @@ def overview_answer(
     damaged: list[SkippedRow],
 ) -> OverviewAnswer:
     """`tiles`: None where there is no log. `held_up`: see `bottleneck_row`. `damaged`: of the rollouts."""
-    skipped = [*metrics.skipped, *damaged]
+    rest = [] if run.state == "running" else _rest(tiles, metrics, folder)  # of an active run it will be a line
+    skipped = [*rest, *metrics.skipped, *damaged]
     status = None
     if tiles is not None:
         skipped = [SkippedRow(file=tiles.path.name, line=one.line, why=one.why) for _, one in tiles.skipped] + skipped
@@ -106,8 +107,18 @@ def overview_answer(
         config=_text(folder.config),
         notes=_text(folder.path / NOTES),
         skipped=skipped[:MAX_SKIPPED_SHOWN],
-        num_skipped=metrics.num_skipped + len(damaged) + (0 if tiles is None else tiles.num_skipped),
+        num_skipped=len(rest) + metrics.num_skipped + len(damaged) + (0 if tiles is None else tiles.num_skipped),
     )
+
+
+def _rest(tiles: RunTiles | None, metrics: MetricColumns, folder: RunFolder) -> list[SkippedRow]:
+    """What a run that is over has left without the end of a line."""
+    log = [] if tiles is None else [(tiles.path.name, tiles.next_line, tiles.num_rest)]
+    return [
+        SkippedRow(file=name, line=line, why=f"the last line is not whole: {num_rest} bytes without an end")
+        for name, line, num_rest in (*log, (folder.metrics.name, metrics.num_lines + 1, metrics.num_rest))
+        if num_rest
+    ]
 
 
 def _text(path: Path) -> str:

@@ -40,7 +40,7 @@ from millstream.events import (
 from millstream.events.rollouts.reader import KeptGroup, KeptRollout, RolloutDump
 from millstream.events.rollouts.text import Decode, mask_runs
 from millstream.events.rollouts.writer import ROLLOUTS_FOLDER
-from millstream.run.keep_rollouts import decoder_in
+from millstream.run.keep_rollouts import as_numbers, decoder_in
 from millstream.types import Fate, Floats, Rollout
 
 HEAD_TOKENS = 60  # of what the model wrote, in the table
@@ -73,7 +73,7 @@ class RolloutFilter(Struct, frozen=True, kw_only=True):
 
 
 class RolloutList:
-    """`lock` is held by who refreshes or reads."""
+    """Whoever refreshes or reads holds `lock`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -82,7 +82,9 @@ class RolloutList:
         self._decode: Decode | None = None
         self._rows: dict[tuple[int, float], list[RolloutRow]] = {}  # by group and the number of its departure
         self._order: list[tuple[int, float]] = []
+        self._num_dropped = 0  # of `_order`, from its beginning: without rows
         self._to_read: Iterator[KeptGroup] = iter(())
+        self._sources: dict[int, str] | None = None
         self._num_kept = 0
         self._stamp: object = None
         self._num_rows = 0
@@ -91,9 +93,11 @@ class RolloutList:
         self.is_whole = False
 
     def refresh(self, max_s: float, sources: dict[int, str]) -> bool:
-        """Reads for about `max_s`. Returns whether that is all."""
+        """Reads for about `max_s`. Returns whether that is all. `sources`: by group; another object for another run."""
         until = time.monotonic() + max_s
         with self.lock:
+            if sources is not self._sources:
+                self._sources, self._dump, self._decode, self._rows = sources, None, None, {}
             stamp = _stamp_of(self._run_dir / ROLLOUTS_FOLDER)
             if stamp != self._stamp or self._dump is None:
                 self._stamp = stamp
@@ -105,7 +109,6 @@ class RolloutList:
     def _open(self) -> bool:
         try:
             self._dump = RolloutDump(self._run_dir)
-            self._decode = self._decode or decoder_in(self._dump.folder)
             groups = list(self._dump.groups())
         except (MillstreamError, OSError, ValueError) as error:
             self._dump = None
@@ -113,6 +116,12 @@ class RolloutList:
             return False
         self.why_none = None
         self.damaged = []
+        try:
+            self._decode = self._decode or decoder_in(self._dump.folder)
+        except MillstreamError as error:
+            self._decode = as_numbers
+            self.damaged.append(SkippedRow(file=ROLLOUTS_FOLDER, line=0, why=f"{error}. Tokens are shown as numbers"))
+        self._num_dropped = 0
         self._order = [(group.group_id, group.departure) for group in groups]
         known = {key: rows for key in self._order if (rows := self._rows.get(key)) and not math.isinf(key[1])}
         self._rows = known
@@ -127,19 +136,32 @@ class RolloutList:
         for number, group in enumerate(self._to_read):
             try:
                 found = [_row(one, self._decode, sources) for one in self._dump.rollouts(group)]
-            except (MillstreamError, OSError, ValueError) as error:  # damaged, or just deleted by the run
+            except (
+                MillstreamError,
+                OSError,
+                ValueError,
+                OverflowError,
+            ) as error:  # damaged, or just deleted by the run
                 why = str(error)
                 if len(self.damaged) < MAX_DAMAGED and why not in (row.why for row in self.damaged):
                     self.damaged.append(SkippedRow(file=ROLLOUTS_FOLDER, line=0, why=why))
                 continue
             self._rows[group.group_id, group.departure] = found
             self._num_rows += len(found)
-            if self._num_rows > MAX_KEPT_ROWS:
+            if not self._drop_oldest(group):
+                self._to_read = iter(())
                 break
             if number % 16 == 15 and time.monotonic() > until:
                 return False
         self.is_whole = True
         return True
+
+    def _drop_oldest(self, group: KeptGroup) -> bool:
+        """As many as there are too many. Returns whether this group is still there: older ones need not be read."""
+        while self._num_rows > MAX_KEPT_ROWS and self._num_dropped < len(self._order):
+            self._num_rows -= len(self._rows.pop(self._order[self._num_dropped], ()))
+            self._num_dropped += 1
+        return (group.group_id, group.departure) in self._rows
 
     def answer(self, asked: RolloutFilter, tiles: RunTiles | None) -> RolloutsAnswer:
         with self.lock:

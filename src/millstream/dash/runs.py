@@ -46,6 +46,7 @@ from millstream.run.folder import FINISHED, LOCK, NOTES, RunFolder, holder_of
 
 HEAD_BYTES = 1 << 20  # of a log, in which it says what the run is
 TAIL_BYTES = 1 << 18  # in which the last event is
+MAX_TAILS = 1000  # that are searched for it: a machine that lost power may leave zeros at the end
 ANSWER_S = 1.0  # that a request reads a log or rollouts before it answers with what there is
 BUILD_S = 0.05  # that is read at a time, in the background
 PAUSE_S = 0.02  # in which requests are answered
@@ -387,12 +388,17 @@ def _written_ns(path: Path) -> int | None:
 
 
 def _last_lines(path: Path) -> list[bytes]:
-    """The whole lines in the last `TAIL_BYTES`, the last one first. Raises `OSError`."""
+    """The whole lines in the last `TAIL_BYTES` that have the end of one, the last one first. Raises `OSError`."""
+    data = b""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            data = file.read(TAIL_BYTES)
+            begin = file.seek(0, os.SEEK_END)
+            for _ in range(MAX_TAILS):
+                end, begin = begin, max(0, begin - TAIL_BYTES)
+                file.seek(begin)
+                data = file.read(end - begin)
+                if b"\n" in data or not begin:
+                    break
     except FileNotFoundError:
         return []
     return data[: data.rfind(b"\n") + 1].split(b"\n")[-2::-1]

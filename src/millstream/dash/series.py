@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from millstream.dash.api import SeriesAnswer, SeriesCurve, SeriesInfo, SkippedRow
 from millstream.dash.flow import Floats64
-from millstream.dash.tiles import RunTiles
+from millstream.dash.tiles import RunTiles, sample_of
 from millstream.events import Evaluated
 
 XAxis = Literal["step", "seconds", "samples"]
@@ -61,11 +61,13 @@ class MetricColumns:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._identity: tuple[int, int] | None = None
+        self._sample = b""
         self._reset()
 
     def _reset(self) -> None:
         self._end = 0
-        self._num_lines = 0
+        self.num_lines = 0
+        self.num_rest = 0  # bytes at the end that are not a whole line
         self._steps = array("q")  # of each row, and its time
         self._at = array("d")
         self._columns: dict[str, tuple[array[int], array[float]]] = {}  # the rows that have a value, and the values
@@ -82,31 +84,38 @@ class MetricColumns:
         with file:
             found = os.fstat(file.fileno())
             identity = (found.st_dev, found.st_ino)
-            if identity != self._identity or found.st_size < self._end:
+            is_same = found.st_size >= self._end and sample_of(file, self._end) == self._sample
+            if identity != self._identity or not is_same:
                 self._reset()  # a resume or a repeated evaluation has replaced it
                 self._identity = identity
             file.seek(self._end)
+            self.num_rest = 0
             for line in file:
                 if line.endswith(b"\n"):
                     self._end += len(line)
-                    self._num_lines += 1
+                    self.num_lines += 1
                     self._add(line)
+                else:
+                    self.num_rest = len(line)
+            self._sample = sample_of(file, self._end)
 
     def _add(self, line: bytes) -> None:
         try:
             row = _decode_row(line)
             if type(row.get("step")) is not int:
                 raise ValueError("it has no step")
+            at = float(row["at"]) if _is_number(row.get("at")) else 0.0
+            values = {name: float(value) for name, value in row.items() if _is_number(value)}
             self._steps.append(row["step"])
         except (ValueError, OverflowError, RecursionError) as error:
             self.num_skipped += 1
             if len(self.skipped) < MAX_SKIPPED_ROWS:
-                self.skipped.append(SkippedRow(file=self._path.name, line=self._num_lines, why=str(error)))
+                self.skipped.append(SkippedRow(file=self._path.name, line=self.num_lines, why=str(error)))
             return
         number = len(self._at)
-        self._at.append(float(row["at"]) if _is_number(row.get("at")) else 0.0)
-        for name, value in row.items():
-            if name not in ("step", "at") and _is_number(value):
+        self._at.append(at)
+        for name, value in values.items():
+            if name not in ("step", "at"):
                 if (column := self._columns.get(name)) is None:
                     column = self._columns[name] = array("q"), array("d")
                 column[0].append(number)

@@ -9,6 +9,7 @@ names; no part of an address is ever a path. Requests are answered on threads: a
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from millstream.serve.http import HttpError
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 
+logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 MAX_REQUESTS = 64
 MAX_POINTS = 4000
@@ -106,6 +108,11 @@ def _answered(answer: Callable[[Request], Struct]) -> Callable[[Request], Respon
             return error_response(409, str(error))
         except OSError as error:
             return error_response(409, f"cannot read {error.filename}: {error.strerror}")
+        except (HttpError, HTTPException):
+            raise
+        except Exception as error:
+            logger.exception("%s", request.url.path)
+            return error_response(500, f"a fault of the dashboard: {type(error).__name__}: {error}. Please report it")
 
     return endpoint
 

@@ -40,6 +40,7 @@ from millstream.events.index import (
 
 MAX_LINE = 16 << 20  # bytes: a longer one is no event
 MAX_SKIPPED_KEPT = 200
+SAMPLE_BYTES = 1024
 MIN_TO_WRITE = 20  # tiles: a shorter log is read as quickly as its index
 E_ = TypeVar("E_", bound=Event)
 CHECK_EVERY = 4  # tiles between two looks at the time
@@ -84,13 +85,15 @@ WAITS = {"readings": "q", "num": "q", "longest_s": "d"}
 
 
 class RunTiles:
-    """`lock` is held by who refreshes or reads. `num_bytes` of the `size` of the log are covered."""
+    """Whoever refreshes or reads holds `lock`. `num_bytes` of the `size` of the log are covered. `num_rest` bytes at its end
+    are not a whole line. Another log at the same place replaces `sources`."""
 
     def __init__(self, events: Path) -> None:
         self.path = events
         self.lock = threading.RLock()
         self._use_index = True
         self._identity: tuple[int, int] | None = None
+        self._sample = b""
         self._reset()
 
     def _reset(self) -> None:
@@ -112,6 +115,7 @@ class RunTiles:
         self.void: dict[int, int] = {}  # by the number of a `Resumed`: the last number before it that counts
         self.num_bytes = 0
         self.size = 0
+        self.num_rest = 0
         self._line = 1
         self._size_seen = -1
         self._index_at = 0  # the next byte of the index
@@ -119,6 +123,10 @@ class RunTiles:
             None  # a tile that may grow: its number, byte, line, lines skipped
         )
         self._made: list[bytes] = []  # tiles that the index lacks
+
+    @property
+    def next_line(self) -> int:
+        return self._line
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
@@ -128,7 +136,10 @@ class RunTiles:
         with self.lock, self.path.open("rb") as log:
             found = os.fstat(log.fileno())
             identity = (found.st_dev, found.st_ino)
-            if identity != self._identity or found.st_size < self.num_bytes:
+            is_same = found.st_size >= self.num_bytes and sample_of(log, self.num_bytes) == self._sample
+            if (
+                identity != self._identity or not is_same
+            ):  # a folder that is made again may get the numbers of the old one
                 self._reset()
                 self._identity = identity
             if found.st_size == self._size_seen:
@@ -141,6 +152,8 @@ class RunTiles:
                 self._use_index = False
             is_all = self._read_log(log, time.monotonic() + max_s, may_write)
             self._size_seen = found.st_size if is_all else -1
+            self.num_rest = found.st_size - self.num_bytes if is_all else 0
+            self._sample = sample_of(log, self.num_bytes)
             return is_all
 
     def _drop_tail(self) -> None:
@@ -313,7 +326,7 @@ class RunTiles:
                             yield decode_event(line)
 
     def marked(self, *kinds: type[E_]) -> Iterator[E_]:
-        """The events of these kinds, which are among those that are seldom, in their order."""
+        """The events of these kinds, which must be rare ones (`EventTile.marks`), in their order."""
         tags = {str(kind.__struct_config__.tag) for kind in kinds}
         wanted = [mark for _, mark in self.marks if mark.kind in tags]
         if not wanted:
@@ -332,6 +345,14 @@ class RunTiles:
         with self.path.open("rb") as log:
             event = _event_at(log, self.statuses[-1][1])
         return event if isinstance(event, Status) else None
+
+
+def sample_of(file: BinaryIO, end: int) -> bytes:
+    """Of the bytes before `end`: a file that was appended to has them still."""
+    file.seek(0)
+    head = file.read(min(end, SAMPLE_BYTES))
+    file.seek(max(0, end - SAMPLE_BYTES))
+    return head + file.read(min(end, SAMPLE_BYTES))
 
 
 def _tag_of(line: bytes) -> bytes:

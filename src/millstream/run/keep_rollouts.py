@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
+from millstream.errors import LogError
 from millstream.events import Sample, SampleShown
 from millstream.events.rollouts import NO_ROLLOUTS, Attempt, GroupFate, RolloutSink
 from millstream.events.rollouts.records import Record
@@ -105,15 +107,25 @@ def close_rollouts(run: ActiveRun) -> None:
 
 
 def decoder_in(folder: Path) -> Decode:
-    """Decodes tokens with the tokenizer in RUN/rollouts/, special tokens included. Where there is none, tokens are numbers."""
+    """Decodes tokens with the tokenizer in RUN/rollouts/, special tokens included. Where there is none, tokens are numbers.
+    Raises `LogError` for one that cannot be read."""
     files = folder / TOKENIZER_FOLDER
+    try:
+        return _decoder_of(files) if files.exists() else as_numbers
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise LogError(f"the tokenizer in {files} cannot be read: {error}") from error
+
+
+def as_numbers(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def _decoder_of(files: Path) -> Decode:
     if (files / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
         found: Decode = partial(Tokenizer.from_file(str(files / "tokenizer.json")).decode, skip_special_tokens=False)
         return found
-    if files.exists():
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
-        return partial(AutoTokenizer.from_pretrained(files, trust_remote_code=False).decode, skip_special_tokens=False)
-    return lambda tokens: " ".join(map(str, tokens))
+    return partial(AutoTokenizer.from_pretrained(files, trust_remote_code=False).decode, skip_special_tokens=False)
