@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import socket
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from millstream.cli import main
+from millstream.dash import server
 from millstream.dash.api import ReportAnswers
 from millstream.events import Warned
 from support.dash_runs import run_with_rollouts, sim_run, write_run
@@ -94,10 +98,10 @@ def test_the_policy_of_a_report_names_its_script_and_no_other(tmp_path: Path) ->
     assert f"script-src 'sha256-{digest}'" in page.policy and "default-src 'none'" in page.policy
 
 
-@pytest.mark.parametrize("target", ["missing/report.html", "run"])
+@pytest.mark.parametrize("target", ["missing/report.html", "run", ""])
 def test_a_report_that_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path, target: str) -> None:
     folder = write_run(tmp_path / "run", [])
-    code, output = run("report", folder, "--html", tmp_path / target)
+    code, output = run("report", folder, "--html", tmp_path / target if target else "")
     assert code == 1 and "cannot write" in output
 
 
@@ -108,6 +112,7 @@ def test_notes_are_kept_in_their_order_in_the_run_folder(tmp_path: Path) -> None
     lines = (folder / "notes.md").read_text().splitlines()
     assert [line.rpartition(" ")[2] for line in lines] == ["first", "second"]
     assert run("note", tmp_path, "x")[0] == 1
+    assert run("note", folder, " ")[0] == 1 and (folder / "notes.md").read_text().splitlines() == lines
 
 
 @pytest.mark.parametrize("name", ["nothing", "a file"])
@@ -124,3 +129,17 @@ def test_dash_makes_a_token_where_other_machines_can_reach_it(monkeypatch: pytes
         assert run("dash", tmp_path, *words)[0] == 0
     made, *others = seen
     assert made is not None and len(made) > 20 and others == [None, None, "mine"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_the_address_of_all_interfaces_has_the_name_of_this_machine(
+    host: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    async def listen(*_: Any, on_ready: Callable[[str], None], **others: Any) -> None:
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:8090")
+
+    monkeypatch.setattr(server, "listen", listen)
+    server.run_dash([tmp_path], host, 8090, token="secret", on_ready=seen.append)
+    assert seen == [f"http://{socket.gethostname()}:8090/#token=secret"]

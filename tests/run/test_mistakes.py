@@ -698,7 +698,7 @@ def test_a_port_that_is_taken_is_said_so(place: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert (
-            f"cannot listen on 127.0.0.1:{port}: Address already in use"
+            f"cannot listen on 127.0.0.1:{port}: Address already in use. Choose another --port"
             in said("serve", "model", "--port", str(port))[0]
         )
 

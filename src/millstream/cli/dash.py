@@ -11,7 +11,7 @@ import typer
 
 from millstream.cli.common import console, errors_shown
 from millstream.cli.serve import HostOption, PortOption, TokenOption
-from millstream.errors import OutputError
+from millstream.errors import ConfigError, OutputError
 from millstream.run.folder import NOTES, RunFolder
 
 RUNS = Path("runs")  # where `train` makes the folders of runs
@@ -59,6 +59,8 @@ def note_command(
     """Add a note to a run. It is appended to RUN/notes.md, with the time; the dashboard and the report show that file."""
     with errors_shown():
         path = RunFolder.of_run(run_dir).path / NOTES
+        if not text.strip():
+            raise ConfigError("the note is empty: expected a text")
         try:
             with path.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(f"- {time.strftime('%Y-%m-%d %H:%M')} {text.strip()}\n")

@@ -25,6 +25,8 @@ SCRIPT, STYLE = '<script src="app.js" defer></script>', '<link rel="stylesheet" 
 
 def write_report(run_dir: Path, file: Path) -> None:
     """Raises `ConfigError` for a folder that is not that of a run, and `OutputError`."""
+    if not file.name:
+        raise OutputError(f"cannot write {str(file)!r}: expected the name of a file")
     run = WatchedRun("report", run_dir)
     run.read_all()
     text = page_with(report_answers(run))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -233,10 +234,13 @@ def _one_of(asked: QueryParams, name: str, values: Sequence[str], default: str) 
 def run_dash(
     paths: Sequence[Path], host: str, port: int, *, token: str | None, on_ready: Callable[[str], None]
 ) -> None:
-    """Serves until it is stopped. `on_ready` is called with the address of the page."""
+    """Serves until it is stopped. `on_ready` is called with the address of the page: of all addresses, with this machine's
+    name."""
     app = dash_app(RunCatalog(paths), token=token)
 
     def ready(url: str) -> None:
+        for every in ("//0.0.0.0:", "//[::]:"):
+            url = url.replace(every, f"//{socket.gethostname()}:")
         on_ready(f"{url}/" if token is None else f"{url}/#token={token}")
 
     asyncio.run(listen(app, host, port, token=token, max_requests=MAX_REQUESTS, limits=HttpLimits(), on_ready=ready))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import socket
 from collections.abc import Callable, Iterator
@@ -52,7 +53,8 @@ async def listen(
             listening.bind((host, port))
             listening.listen(table.backlog)
         except OSError as wrong:
-            raise ConfigError(f"cannot listen on {host}:{port}: {wrong.strerror or wrong}") from wrong
+            advice = ". Choose another --port; 0 is any free one" if wrong.errno == errno.EADDRINUSE else ""
+            raise ConfigError(f"cannot listen on {host}:{port}: {wrong.strerror or wrong}{advice}") from wrong
         name = f"[{host}]" if is_six else host
         protocol = partial(LimitedProtocol, limits=limits, table=table)
         server = (uvicorn.Server if handles_signals else _Inside)(
