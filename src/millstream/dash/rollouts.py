@@ -73,7 +73,7 @@ class RolloutFilter(Struct, frozen=True, kw_only=True):
 
 
 class RolloutList:
-    """Whoever refreshes or reads holds `lock`."""
+    """Hold `lock` to refresh or read."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -97,7 +97,10 @@ class RolloutList:
         until = time.monotonic() + max_s
         with self.lock:
             if sources is not self._sources:
-                self._sources, self._dump, self._decode, self._rows = sources, None, None, {}
+                self._sources = sources
+                self._dump = None
+                self._decode = None
+                self._rows = {}
             stamp = _stamp_of(self._run_dir / ROLLOUTS_FOLDER)
             if stamp != self._stamp or self._dump is None:
                 self._stamp = stamp

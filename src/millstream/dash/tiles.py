@@ -85,7 +85,7 @@ WAITS = {"readings": "q", "num": "q", "longest_s": "d"}
 
 
 class RunTiles:
-    """Whoever refreshes or reads holds `lock`. `num_bytes` of the `size` of the log are covered. `num_rest` bytes at its end
+    """Hold `lock` to refresh or read. `num_bytes` of the `size` of the log are covered. `num_rest` bytes at its end
     are not a whole line. Another log at the same place replaces `sources`."""
 
     def __init__(self, events: Path) -> None:
