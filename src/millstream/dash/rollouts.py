@@ -120,7 +120,8 @@ class RolloutList:
         self.why_none = None
         self.damaged = []
         try:
-            self._decode = self._decode or decoder_in(self._dump.folder)
+            if self._decode in (None, as_numbers):  # a run writes its tokenizer after its first file
+                self._decode = decoder_in(self._dump.folder)
         except MillstreamError as error:
             self._decode = as_numbers
             self.damaged.append(SkippedRow(file=ROLLOUTS_FOLDER, line=0, why=f"{error}. Tokens are shown as numbers"))
