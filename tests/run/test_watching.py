@@ -25,7 +25,7 @@ from millstream.events import Event, FindingMade, ReplicaLeft, RunEnded, SampleS
 from millstream.events.sinks import read_events
 from millstream.run.active import ActiveRun
 from millstream.run.config import RunConfig
-from millstream.run.tracking import alerts
+from millstream.run.tracking import alerts, prometheus
 from millstream.run.tracking.alerts import AlertSink
 from millstream.run.tracking.config import AlertsConfig, split_address
 from millstream.run.tracking.prometheus import MAX_CLIENTS, PrometheusSink
@@ -108,6 +108,29 @@ def test_more_clients_than_there_are_places_are_turned_away_and_the_sink_does_no
         for one in silent:
             one.close()
         sink.finish()
+
+
+def test_a_client_that_sends_a_byte_now_and_then_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "CLIENT_S", 0.5)
+    port = free_port()
+    sink = PrometheusSink(f"127.0.0.1:{port}")
+    sink.emit(stepped(3))
+    sink.start(run_id="a1", name="mine", steps=4, lag_bound=1)
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CLIENTS)]
+    try:
+        until(lambda: [_is_open(one) for one in slow] and _answers(port), 5.0)
+        until(lambda: not any([_is_open(one) for one in slow]), 5.0)
+    finally:
+        for one in slow:
+            one.close()
+        sink.finish()
+
+
+def _is_open(client: socket.socket) -> bool:
+    try:
+        return client.send(b"G") == 1
+    except OSError:
+        return False
 
 
 def _answers(port: int) -> bool:
