@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from millstream.run.tracking.config import AlertsConfig, split_address
 from millstream.run.tracking.prometheus import MAX_CLIENTS, PrometheusSink
 from millstream.serving.router import DRAINED
 from millstream.types import Task
+from support.commands import run_command
 from support.ports import free_port
 from support.runs import assert_clean
 from support.stage_runs import config
@@ -119,7 +121,7 @@ def test_a_client_that_sends_a_byte_now_and_then_loses_its_place(monkeypatch: py
     slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CLIENTS)]
     try:
         until(lambda: [_is_open(one) for one in slow] and _answers(port), 5.0)
-        until(lambda: not any([_is_open(one) for one in slow]), 5.0)
+        until(lambda: not any(map(_is_open, slow)), 5.0)
     finally:
         for one in slow:
             one.close()
@@ -207,15 +209,44 @@ def test_a_run_is_scraped_while_it_trains_and_its_end_is_an_alert_to_the_command
     assert_clean(tmp_path / "run")
 
 
-def test_every_line_of_json_lines_is_json_from_the_first_step_to_the_result(tmp_path: Path) -> None:
-    config(tmp_path)
-    keys = [word for key in (*SMALL, f"run_dir={tmp_path / 'run'}") for word in ("--set", key)]
-    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--json-lines", *keys])
-    assert result.exit_code == 0, result.output
+REWARD = """
+import os
+
+def reward(task, completion):
+    print("printed", end=" ")
+    os.write(1, b"written")
+    return completion.count("1") / 4
+"""
+
+
+def trained(folder: Path, *options: str) -> list[str]:
+    """The arguments of `millstream` for a run of two rewards which print, one of them in a process of its own."""
+    config(folder)
+    (folder / "mine.py").write_text(REWARD)
+    tables = [f"[[reward]]\nfunction = '{folder}/mine.py:reward'\nprocess = {word}\n" for word in ("true", "false")]
+    (folder / "run.toml").write_text((folder / "run.toml").read_text() + "".join(tables))
+    keys = [word for key in (*SMALL, f"run_dir={folder / 'run'}") for word in ("--set", key)]
+    return ["train", str(folder / "run.toml"), *options, *keys]
+
+
+def test_every_line_of_json_lines_is_json_from_the_first_step_to_the_result_also_where_a_reward_prints(
+    tmp_path: Path,
+) -> None:
+    result = run_command([sys.executable, "-m", "millstream.cli.main", *trained(tmp_path, "--json-lines", "--json")])
+    assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["step"] for row in rows if row["type"] == "step"] == [1, 2, 3, 4]
     assert {"evaluated", "sample_shown", "run_ended"} <= {row["type"] for row in rows}
     assert rows[-1]["type"] == "result" and rows[-1]["summary"]["steps"] == 4
+    assert "printed" in result.stderr and "written" in result.stderr
+
+
+def test_the_result_as_json_is_all_of_standard_output_where_a_reward_prints(tmp_path: Path) -> None:
+    stdout = sys.stdout
+    result = CliRunner().invoke(app, trained(tmp_path, "--json"))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["summary"]["steps"] == 4 and "printed" in result.stderr
+    assert sys.stdout is stdout
 
 
 def broken(run: ActiveRun, learner: object) -> None:
