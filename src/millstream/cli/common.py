@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -23,9 +24,46 @@ from millstream.run.folder import RunFolder, resume_command
 
 console = Console()
 errors = Console(stderr=True)
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
 """Characters that a terminal would act on, as they are shown."""
+
+
+def keep_stdout(context: typer.Context, is_json: bool) -> bool:
+    """Callback of the options that ask for JSON. Standard output then has what `console` prints and nothing else: what others
+    print, a reward, a library or a process that they start, goes to standard error."""
+    if is_json and console._file is None:
+        context.with_resource(_stdout_kept())
+    return is_json
+
+
+@contextmanager
+def _stdout_kept() -> Iterator[None]:
+    stdout = sys.stdout
+    if _descriptor_of(stdout) == 1:
+        stdout.flush()
+        console.file = os.fdopen(os.dup(1), "w", encoding=stdout.encoding, errors=stdout.errors)
+        with suppress(OSError):  # standard error is closed
+            os.dup2(2, 1)  # to the end of the process: a C library writes what it has printed when it exits
+    else:  # a caller in this process reads it
+        console.file = stdout
+        sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        console._file = None
+        sys.stdout = stdout
+
+
+def _descriptor_of(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (AttributeError, ValueError):  # it is closed, or in memory
+        return None
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON and nothing else.", callback=keep_stdout)
+]
 
 
 @contextmanager

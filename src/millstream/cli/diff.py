@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.common import CONTROL, console, errors_shown
+from millstream.cli.common import CONTROL, AsJson, console, errors_shown
 from millstream.cli.rollouts import rollout_lines
 from millstream.run.compare_runs import FIRST_METRICS, RunComparison, TaskPair, compare_runs
 
@@ -23,7 +23,7 @@ def diff_command(
     num_tasks: Annotated[
         int, typer.Option("--tasks", metavar="N", min=0, help="The number of tasks whose rollouts are shown.")
     ] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two runs. Settings that differ, metrics at the same steps, rollouts of the same tasks."""
     with errors_shown():

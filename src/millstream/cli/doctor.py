@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 import typer
 
-from millstream.cli.common import console, errors_shown
+from millstream.cli.common import AsJson, console, errors_shown
 from millstream.run.doctor import CheckLevel, examine_machine
 
 SHOWN: dict[CheckLevel, tuple[str, str]] = {
@@ -18,7 +16,7 @@ SHOWN: dict[CheckLevel, tuple[str, str]] = {
 
 
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine. Python, torch, GPUs, memory, disk, ports, limits, optional packages, each with what to type. Exit
     code 1 if a run would fail."""

@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 
 import millstream
 from millstream import config as configs
-from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.common import AsJson, console, errors, errors_shown, model_in
 from millstream.cli.show import estimate_words, sample_text
 from millstream.errors import ConfigError
 from millstream.events import Estimate
@@ -69,7 +69,7 @@ def evaluate_command(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the config. May be repeated."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model, a run or a checkpoint of a run, by the evaluations of its config. Prints pass@1, pass@k and the mean
     reward with 95% intervals."""

@@ -23,7 +23,7 @@ from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.advise import advise_command, given_lines
 from millstream.cli.calibrate import calibrate_command
-from millstream.cli.common import AsJson, console, errors, errors_shown
+from millstream.cli.common import AsJson, console, errors, errors_shown, keep_stdout
 from millstream.cli.dash import dash_command, note_command, write_html
 from millstream.cli.diff import diff_command
 from millstream.cli.doctor import doctor_command
@@ -109,7 +109,9 @@ FromRun = Annotated[
 AsJsonLines = Annotated[
     bool,
     typer.Option(
-        "--json-lines", help="Print steps, evaluations and warnings as lines of JSON; the last is the result."
+        "--json-lines",
+        help="Print steps, evaluations and warnings as lines of JSON; the last is the result.",
+        callback=keep_stdout,
     ),
 ]
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from millstream.cli.common import CONTROL, console, errors, errors_shown
+from millstream.cli.common import CONTROL, console, errors, errors_shown, keep_stdout
 from millstream.events.rollouts.reader import RolloutDump
 from millstream.paths import program
 from millstream.run.folder import RunFolder, holder_of
@@ -54,7 +54,12 @@ def rollouts_command(
         Path | None, typer.Option("--parquet", metavar="FILE", help="Write them to a Parquet file instead.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line: text, tokens, log-probabilities, versions.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object per line: text, tokens, log-probabilities, versions.",
+            callback=keep_stdout,
+        ),
     ] = False,
 ) -> None:
     """Show rollouts of a run. The conversation with the environment's turns, rewards, advantage, lag and fate."""

@@ -93,9 +93,15 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _check_url(key: str, url: str, example: str) -> None:
-    parts = urlsplit(url)  # the value is not shown: it may have a password
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f'{key} must begin with http:// or https:// and a host, as in "{example}"')
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port, or of an IPv6 address
+        is_url = False
+    if not is_url:  # the value is not shown: it may have a password
+        raise ValueError(
+            f'{key} must begin with http:// or https:// and a host, and a port is from 1 to 65535, as in "{example}"'
+        )
 
 
 def public_url(url: str) -> str:

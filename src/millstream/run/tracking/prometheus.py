@@ -63,17 +63,25 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        deadline = threading.Timer(CLIENT_S, _disconnect, (request,))
+        deadline.daemon = True
         try:
+            deadline.start()
             super().process_request_thread(request, client_address)
         finally:
+            deadline.cancel()
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that is gone."""
 
 
+def _disconnect(request: socket.socket) -> None:
+    with suppress(OSError):  # it is closed
+        request.shutdown(socket.SHUT_RDWR)
+
+
 class _Handler(BaseHTTPRequestHandler):
-    timeout = CLIENT_S  # of every read and write
     server: _Server
 
     def do_GET(self) -> None:
