@@ -25,7 +25,8 @@ from millstream.model.safetensors_io import TENSORS, read_weights, write_weights
 from millstream.run.build import build_model
 from millstream.run.config import ModelConfig, RunConfig
 from millstream.run.serve_model import ServedConfig, build_served
-from millstream.serve.openai.service import ModelServiceConfig, model_app
+from millstream.serve.openai.app import model_app
+from millstream.serve.openai.service import ModelServiceConfig
 from support.servers import Close, millstream_serve, serving
 from support.tiny import SHAPE, VOCABULARY, make
 

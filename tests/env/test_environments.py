@@ -186,7 +186,7 @@ def test_a_coroutine_function_and_a_class_with_rollout_are_environments(game: st
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        ("frozen_lak", "no environment 'frozen_lak': use single_turn, frozen_lake"),
+        ("frozen_lak", "no environment 'frozen_lak': use single_turn, agent, frozen_lake"),
         ("nowhere.py:Game", r"no file nowhere\.py"),
         ("GAME:Nothing", "has no function 'Nothing'"),
         ("GAME:plain", "is not an environment: expected a class with reset"),

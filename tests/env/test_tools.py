@@ -17,6 +17,7 @@ import pytest
 from millstream.config import convert
 from millstream.env.config import EnvironmentConfig
 from millstream.env.data import DataSet
+from millstream.env.dialog import _without_end, delta
 from millstream.env.registry import Environments
 from millstream.env.resolve import find_environment
 from millstream.env.tools import InvalidCall, ToolCall, format_of, parser_named, tool_function
@@ -58,6 +59,18 @@ def flood() -> str:
 
 def raw() -> bytes:
     return b"12"
+
+def exits() -> str:
+    raise SystemExit(1)
+
+async def aexits() -> str:
+    raise KeyboardInterrupt
+
+def empty() -> str:
+    return next(iter([]))
+
+def half() -> str:
+    return "a\\ud83d"
 
 def odd() -> object:
     return object()
@@ -199,6 +212,8 @@ def test_calls_are_found_in_every_format(name: str, text: str, content: str, cal
         ("llama3", '<|python_tag|>{"name": "add"', "not JSON"),
         ("mistral", "[TOOL_CALLS]add(1)", "not JSON"),
         ("json", '{"name": "add"', "not JSON"),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON"),
+        ("json", f'{{"name": {"[" * 100_000}', "not JSON"),
     ],
 )
 def test_text_that_means_to_be_a_call_is_an_invalid_one(name: str, text: str, why: str) -> None:
@@ -256,6 +271,10 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(own: str) -> None:
     [
         ("broken", {"path": "x"}, "Error: broken: FileNotFoundError: no x"),
         ("raw", {}, "Error: raw: it returned 2 bytes, and not text"),
+        ("exits", {}, "Error: exits: SystemExit: 1"),
+        ("aexits", {}, "Error: aexits: KeyboardInterrupt: "),
+        ("empty", {}, "Error: empty: RuntimeError: raised StopIteration()"),
+        ("half", {}, "a?"),
         ("odd", {}, "Error: odd: it returned a object, which is not text or plain data"),
         ("add", {"a": "one"}, "Error: add: wrong arguments: Expected `int`, got `str` - at `$.a`"),
         ("add", {"a": 1, "c": 1}, "Error: add: wrong arguments: Object contains unknown field `c`"),
@@ -349,6 +368,32 @@ def test_an_environment_with_steps_has_methods_of_its_episode_as_tools(own: str)
         says = (calling("press", times=2), calling("press", times=3), "done")
         reward, scripted = play(config, *says, task=Task(id="1", prompt="p"))
         assert (reward, results(scripted)) == (2.0, ["pressed 2", "pressed 5"])
+
+
+def test_tools_of_the_config_and_of_the_episode_are_offered_together(own: str) -> None:
+    config = {"use": f"{own}:Counter", "tools": [f"{own}:add"], "max_tool_rounds": 2}
+    says = (calling("press", times=5), calling("add", a=1), "done")
+    reward, scripted = play(config, *says, task=Task(id="1", prompt="p"))
+    assert (reward, results(scripted)) == (2.0, ["pressed 5", "2"])
+
+
+def test_own_tools_have_the_format_and_the_rounds_of_the_config(own: str) -> None:
+    config = {"use": f"{own}:Counter", "tool_format": f"{own}:parse_calls", "max_tool_rounds": 1}
+    _, scripted = play(config, "add 1 2", "add 1 2", task=Task(id="1", prompt="p"))
+    assert results(scripted) == ["Error: there is no tool 'add'. Tools: press"] and len(scripted.said) == 2
+
+
+def test_a_call_that_a_stop_string_ends_is_whole_and_the_turn_is_ended_by_the_template(own: str) -> None:
+    """The last token of such a turn is a part of its text."""
+    text = text_with(HERMES)
+    said = calling("add", a=1)
+    completion = Completion(tokens=tuple(text.encode(said)), logprobs=(0.0,) * len(said), versions=(0,) * len(said), finish=Finish.STOP)  # fmt: skip
+    assert text.decode(_without_end(text, completion), is_raw=True) == said
+    rest = delta(text, [Message(role="tool", content="2")], after=completion)
+    assert str(text.tokenizer.decode(rest)).startswith("<|im_end|>")
+    other = Completion(tokens=(text.encode("<|im_start|>")[0],), logprobs=(0.0,), versions=(0,), finish=Finish.STOP)
+    rest = delta(text, [Message(role="tool", content="2")], after=other)
+    assert not str(text.tokenizer.decode(rest)).startswith("<|im_end|>"), "another special token was the end"
 
 
 def test_a_coroutine_reads_the_calls_of_its_episode(own: str) -> None:

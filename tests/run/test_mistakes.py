@@ -463,7 +463,7 @@ def test_a_reward_that_fails_only_for_nonsense_is_a_warning(place: Path) -> None
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        ("frozen_lak", r"no environment 'frozen_lak': use single_turn, frozen_lake.*Did you mean frozen_lake\?"),
+        ("frozen_lak", r"no environment 'frozen_lak': use single_turn, agent, frozen_lake.*Did you mean frozen_lake\?"),
         ("game.py:Gme", r"game\.py has no function 'Gme'\. Did you mean game\.py:Game\?"),
         ("gme.py:Game", r"no file gme\.py"),
         ("game.py:Half", r"game\.py:Half is not an environment: expected a class with reset"),

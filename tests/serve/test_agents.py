@@ -72,6 +72,17 @@ def silent(task, access):
 def raises(task, access):
     raise KeyError("lost")
 
+def exits(task, access):
+    sys.exit(0)
+
+def swallows(task, access):
+    for _ in range(9):
+        try:
+            say(client(access), [{"role": "user", "content": "a"}])
+        except APIStatusError:
+            pass
+    return "4"
+
 def endless(task, access):
     while True:
         say(client(access), [{"role": "user", "content": "a"}])
@@ -168,7 +179,7 @@ def test_a_call_only_shortens_what_the_run_samples(own: str) -> None:
 
 def test_more_parts_than_the_rollout_may_have_fail_it_by_name(own: str) -> None:
     said = failure({"function": f"{own}:several"}, max_parts=1)
-    assert "raised" in said and "more than 1 sequences in one rollout" in said
+    assert said.startswith("more than 1 sequences in one rollout"), "whatever the agent makes of it"
 
 
 def test_a_prompt_without_room_is_refused_and_the_agent_decides(own: str) -> None:
@@ -219,6 +230,11 @@ def test_nothing_is_left_of_a_program_that_has_ended(own: str, tmp_path: Path) -
     assert_gone(tmp_path / "left")
 
 
+def test_a_child_that_holds_the_output_of_a_program_does_not_hold_the_rollout() -> None:
+    said = failure({"command": ["sh", "-c", "sleep 99 & echo 4"]}, limit_s=20.0)
+    assert "without a token sampled" in said
+
+
 def test_nothing_is_left_of_a_program_whose_time_is_up(tmp_path: Path) -> None:
     command = ["sh", "-c", f"sleep 99 & echo $! $(pwd) > {tmp_path}/left; wait"]
     assert "no reward after 2 s" in str(play({"command": command}, Model(), limit_s=2.0).failure)
@@ -259,7 +275,9 @@ def assert_gone(left: Path) -> None:
     [
         ("silent", "the environment ended without a token sampled"),
         ("raises", "raised KeyError: 'lost'"),
-        ("endless", "agent made more than 5 calls: args.max_calls sets the limit"),
+        ("exits", "raised SystemExit: 0"),
+        ("endless", "the agent made more than 5 calls: args.max_calls sets the limit"),
+        ("swallows", "the agent made more than 5 calls: args.max_calls sets the limit"),
     ],
 )
 def test_an_agent_that_goes_wrong_is_a_failed_rollout_by_name(own: str, name: str, message: str) -> None:

@@ -36,8 +36,9 @@ from millstream.model.tiny import TinyShape, tiny_model
 from millstream.run.build import build_engine
 from millstream.run.text import TokenizerText
 from millstream.serve.limits import HttpLimits
+from millstream.serve.openai.app import host_model
 from millstream.serve.openai.detokenize import TextStream
-from millstream.serve.openai.service import LONG_PROMPT, ModelServiceConfig, Served, host_model
+from millstream.serve.openai.service import LONG_PROMPT, ModelServiceConfig, Served
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.types import Completion, Message, Request, Sampled, Weights
 from support.commands import start_command

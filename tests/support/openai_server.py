@@ -12,7 +12,8 @@ import openai
 
 from millstream.engine import Engine, EngineStats, OnSampled
 from millstream.run.text import TokenizerText
-from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
+from millstream.serve.openai.app import host_model
+from millstream.serve.openai.service import ModelServiceConfig, Served
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Weights
 
 CONTEXT = 256

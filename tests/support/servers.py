@@ -19,7 +19,8 @@ from millstream.events.sinks import MemorySink
 from millstream.run.build import build_engine
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
-from millstream.serve.openai.service import ModelServiceConfig, Served, model_app
+from millstream.serve.openai.app import model_app
+from millstream.serve.openai.service import ModelServiceConfig, Served
 
 Close = Callable[[], Awaitable[None]]
 

@@ -46,16 +46,23 @@ def after_placeholder(text: Text, new: Sequence[Message]) -> str:
 
 
 def without_end(text: Text, tokens: list[int], after: Completion) -> list[int]:
-    """Without the end of the turn if the model has sampled it; only space may come before it."""
-    end = after.tokens[-1] if after.tokens else None
-    if end not in tokens:
+    """Without the end of the turn if the model has sampled it; only space may come before it. If it has sampled another special
+    token, that one is the end."""
+    if not after.tokens or not is_special(text, after.tokens[-1]):
         return tokens
-    place = tokens.index(end)
+    if after.tokens[-1] not in tokens:
+        return tokens[1:] if tokens and is_special(text, tokens[0]) else tokens
+    place = tokens.index(after.tokens[-1])
     return tokens[place + 1 :] if not text.decode(tokens[:place]).strip() else tokens
 
 
-def _without_end(completion: Completion) -> Sequence[int]:
-    return completion.tokens[:-1] if completion.finish is Finish.STOP else completion.tokens
+def is_special(text: Text, token: int) -> bool:
+    return not text.decode([token])
+
+
+def _without_end(text: Text, completion: Completion) -> Sequence[int]:
+    is_ended = completion.finish is Finish.STOP and completion.tokens and is_special(text, completion.tokens[-1])
+    return completion.tokens[:-1] if is_ended else completion.tokens
 
 
 class Conversation:
@@ -86,7 +93,7 @@ class Conversation:
             del self._messages[num_messages:]  # they were not sent
             raise
         self._add(tokens, completion)
-        answer = self.text.decode(_without_end(completion) if is_raw else completion.tokens, is_raw=is_raw)
+        answer = self.text.decode(_without_end(self.text, completion) if is_raw else completion.tokens, is_raw=is_raw)
         if self._is_chat:
             self._messages.append(Message(role="assistant", content=answer))
         return answer

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from millstream.env.base import Context, Step
-from millstream.env.tools import ToolContext, tools_of
+from millstream.env.tools import MAX_ROUNDS, Parser, ToolContext, tools_of
 from millstream.errors import EnvironmentFailed, RequestRefused
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Message
@@ -33,11 +33,22 @@ class NothingToShow(EnvironmentFailed):
 class MultiTurn:
     """Plays the instances of `make`. `max_turns` None: that of the instance, or 16."""
 
-    def __init__(self, make: Callable[[], Any], name: str, *, is_quick: bool, max_turns: int | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        name: str,
+        *,
+        is_quick: bool,
+        max_turns: int | None = None,
+        parse: Parser | None = None,
+        max_rounds: int = MAX_ROUNDS,
+    ) -> None:
         self._make = make
         self._name = name
         self._is_quick = is_quick
         self._max_turns = max_turns
+        self._parse = parse  # finds calls of tools. None: as the chat template writes them
+        self._max_rounds = max_rounds
         self._threads: DaemonThreads | None = None
         self._tool_threads: DaemonThreads | None = None
 
@@ -55,7 +66,12 @@ class MultiTurn:
         reward = 0.0
         if tools := getattr(game, "tools", ()):
             self._tool_threads = self._tool_threads or DaemonThreads(f"tools of {self._name}", most=MAX_THREADS)
-            context = ToolContext(context, tools_of(tools, self._tool_threads))
+            own = tools_of(tools, self._tool_threads)
+            if isinstance(context, ToolContext):
+                await context.open()
+                context = context.adding(own)
+            else:
+                context = ToolContext(context, own, parse=self._parse, max_rounds=self._max_rounds)
         observation = await self._call(lambda: game.reset(context.task, context.seed))
         for turn in range(self._max_turns or int(getattr(game, "max_turns", MAX_TURNS))):
             _check_observation(observation, f"{self._name}.{'step' if turn else 'reset'}")

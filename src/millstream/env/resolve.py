@@ -55,10 +55,9 @@ class EnvironmentKind(Struct, frozen=True, kw_only=True, eq=False):
 
 def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
     """Raises `ConfigError`, which says what was expected and where."""
-    if config.tools:
-        configured_tools(config.tools)  # raises
-        if config.tool_format != AUTO:
-            parser_named(config.tool_format)
+    configured_tools(config.tools)  # raises
+    if config.tool_format != AUTO:
+        parser_named(config.tool_format)
     if config.use == AGENT:
         agent = agent_config(config)
         function = imports.load_function(agent.function) if agent.function else None
@@ -110,7 +109,14 @@ def _with_steps(target: Any, config: EnvironmentConfig) -> MultiTurn:
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
         raise ConfigError(f"environment {config.shown}: max_turns must be a whole number from 1, not {max_turns!r}")
     make = _bound(target, config, also=["max_turns"])
-    return MultiTurn(make, config.shown, is_quick=is_quick(target), max_turns=max_turns)
+    return MultiTurn(
+        make,
+        config.shown,
+        is_quick=is_quick(target),
+        max_turns=max_turns,
+        parse=None if config.tool_format == AUTO else parser_named(config.tool_format),
+        max_rounds=config.max_tool_rounds,
+    )
 
 
 def _bound(

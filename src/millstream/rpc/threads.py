@@ -94,5 +94,5 @@ def _settle(done: asyncio.Future[Any], value: Any, error: BaseException | None) 
         return
     if error is None:
         done.set_result(value)
-    else:
-        done.set_exception(error)
+    else:  # a future refuses StopIteration
+        done.set_exception(RuntimeError(f"raised {error!r}") if isinstance(error, StopIteration) else error)

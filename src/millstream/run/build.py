@@ -159,9 +159,11 @@ def build_environment(
     launcher: Launcher | None = None,
     *,
     ends: tuple[int, ...] = (),
+    takes_stops: bool = True,
 ) -> Environments:
     """The environments of a run. Data sets and agents are scored with these rewards. `launcher` starts processes on a cluster;
-    None: on this machine. `ends`: the tokens that end a turn; empty: the tokenizer's."""
+    None: on this machine. `ends`: the tokens that end a turn; empty: the tokenizer's. `takes_stops`: whether the engine
+    looks for stop strings."""
 
     def built(kind: EnvironmentKind) -> Environment:
         if kind.environment is not None:
@@ -170,7 +172,12 @@ def build_environment(
         if kind.config.use == SINGLE_TURN:
             return SingleTurn(scorer)
         return make_agent(
-            kind.config, text, scorer, end_tokens=ends or (text.end_token,), vocabulary=len(text.tokenizer)
+            kind.config,
+            structs.replace(text, max_prompts_kept=1, _opened={}),  # prompts of agents seldom repeat
+            scorer,
+            end_tokens=ends or (text.end_token,),
+            vocabulary=len(text.tokenizer),
+            takes_stops=takes_stops,
         )
 
     watched = structs.replace(text, is_watched=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from millstream.env.tools import configured_tools, tool_call_fields
+from millstream.env.tools import configured_tools, tool_call_fields, tool_function
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.model.load import load_tokenizer
 from millstream.model.tiny import character_tokenizer
@@ -19,6 +19,7 @@ from millstream.types import TOOLS_ROLE, Message
 
 MAX_PIECES = 5
 RESULT = "result of the tool"
+SERVER_TOOL = tool_function(lambda text: text).schema()  # in place of those of an MCP server, which is not started yet
 
 
 def checked_with_tokenizer(config: RunConfig, played: PlayedTasks) -> Iterator[str]:
@@ -70,7 +71,7 @@ def check_tools(played: PlayedTasks, text: TokenizerText) -> None:
     for kind in played.kinds:
         if not kind.config.tools:
             continue
-        schemas = configured_tools(kind.config.tools).schemas or [{"type": "function", "function": {"name": "?"}}]
+        schemas = configured_tools(kind.config.tools).schemas or [SERVER_TOOL]
         offer = Message(role=TOOLS_ROLE, content=json.dumps(schemas))
         called = {"tool_calls": [tool_call_fields("call00001", "?", {})]}
         asked = (Message(role="user", content="?"), Message(role="assistant", content="", fields=json.dumps(called)))

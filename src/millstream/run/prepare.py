@@ -7,6 +7,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from millstream.env.config import AGENT
 from millstream.env.data import DataSet, PassedData, digest
 from millstream.env.registry import Environments
 from millstream.env.rewards import ConfiguredRewards, PassedRewards, passed, prepare_rewards
@@ -63,8 +64,10 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def tokenizer_for_stops(self) -> PreTrainedTokenizerBase | None:
-        """For an engine that looks for stop strings; None where there are none."""
-        return self.tokenizer if self.config.rollout.stop else None
+        """For an engine that looks for stop strings; None where there are none. An agent may send some."""
+        tables = [*self.config.environment, *(one for table in self.config.evaluations for one in table.environment)]
+        has_some = self.config.rollout.stop or any(one.use == AGENT for one in tables)
+        return self.tokenizer if has_some else None
 
 
 def prepare_run(
@@ -104,7 +107,9 @@ def prepare_run(
     text = TokenizerText(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     ends = build.end_tokens(model, tokenizer)
-    environment = build.build_environment(checked.kinds, text, rewards, backend.launcher, ends=ends)
+    environment = build.build_environment(
+        checked.kinds, text, rewards, backend.launcher, ends=ends, takes_stops=config.engine.kind == "torch"
+    )
     check_scorer_models(config, tokenizer)
     played = PlayedTasks(checked.kinds, data, config.rollout.max_tokens)
     check_lengths(played, context_length(model), text)

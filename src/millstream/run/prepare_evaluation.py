@@ -49,7 +49,9 @@ def _environment(one: EvaluationConfig, prepared: Prepared) -> Environments:
     rewards = prepare_rewards(one.reward) if one.reward else prepared.rewards
     kinds, launcher = kinds_of(one, prepared.config), prepared.backend.launcher
     ends = build.end_tokens(prepared.model, prepared.tokenizer)
-    return build.build_environment(kinds, prepared.text, rewards, launcher, ends=ends)
+    return build.build_environment(
+        kinds, prepared.text, rewards, launcher, ends=ends, takes_stops=prepared.config.engine.kind == "torch"
+    )
 
 
 def _sampling(one: EvaluationConfig, sampling: Sampling) -> Sampling:

@@ -20,8 +20,9 @@ from millstream.run.build import build_engine, build_model, end_tokens
 from millstream.run.config import ModelConfig
 from millstream.run.text import TokenizerText
 from millstream.serve.auth import check_token
+from millstream.serve.openai.app import host_model
 from millstream.serve.openai.prompt_scores import PromptScorer
-from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
+from millstream.serve.openai.service import ModelServiceConfig, Served
 
 logger = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 8192  # of a model whose config has no context length

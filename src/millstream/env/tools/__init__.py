@@ -13,15 +13,25 @@ wrong: the model sees it, and the rollout continues.
 """
 
 from millstream.env.tools.config import AUTO, ToolConfig
-from millstream.env.tools.context import ToolContext
-from millstream.env.tools.parse import AssistantTurn, InvalidCall, ToolCall, format_of, parser_named, tool_call_fields
+from millstream.env.tools.context import MAX_ROUNDS, ToolContext
+from millstream.env.tools.parse import (
+    AssistantTurn,
+    InvalidCall,
+    Parser,
+    ToolCall,
+    format_of,
+    parser_named,
+    tool_call_fields,
+)
 from millstream.env.tools.schema import ToolFunction, tool_function
 from millstream.env.tools.toolset import ToolSet, configured_tools, tools_of
 
 __all__ = [
     "AUTO",
+    "MAX_ROUNDS",
     "AssistantTurn",
     "InvalidCall",
+    "Parser",
     "ToolCall",
     "ToolConfig",
     "ToolContext",

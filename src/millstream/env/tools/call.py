@@ -131,13 +131,15 @@ def result_text(value: Any, max_characters: int) -> str:
         except (TypeError, ValueError) as error:
             raise ToolFailed(f"it returned a {type(value).__name__}, which is not text or plain data") from error
     more = len(value) - max_characters
-    return value if more <= 0 else f"{value[:max_characters]}\n[{more:,} more characters were cut off]"
+    text = value if more <= 0 else f"{value[:max_characters]}\n[{more:,} more characters were cut off]"
+    return text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
 
 
-def failure_text(error: Exception, config: ToolConfig) -> str:
+def failure_text(error: BaseException, config: ToolConfig) -> str:
     """What the model sees of a call that failed."""
     if isinstance(error, ToolFailed):
         return str(error)
     if isinstance(error, TimeoutError):
         return f"it took longer than {config.timeout_s:g} s"
-    return f"{type(error).__name__}: {str(error)[: config.max_characters]}"
+    text = f"{type(error).__name__}: {str(error)[: config.max_characters]}"
+    return text.encode("utf-8", "replace").decode()

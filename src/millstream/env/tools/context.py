@@ -38,9 +38,14 @@ class ToolContext:
     def text(self) -> Text:
         return self._context.text
 
+    async def open(self) -> None:
+        """Wait until all tools are known."""
+        await self._tools.open()
+
     async def ask(self, content: Content, *, is_raw: bool = False) -> str:
         await self._tools.open()
         turn = self._parsed(await self._context.ask(self._with_schemas(content), is_raw=True))
+        self._has_schemas = True
         for _ in range(self._max_rounds):
             if not turn.calls:
                 break
@@ -55,7 +60,6 @@ class ToolContext:
         """The first messages say which tools there are."""
         if self._has_schemas:
             return content
-        self._has_schemas = True
         messages = [Message(role="user", content=content)] if isinstance(content, str) else list(content)
         if isinstance(content, str) and not isinstance(self.task.prompt, str):
             messages = [*(one for one in self.task.prompt if one.role == "system"), *messages]
@@ -84,6 +88,11 @@ class ToolContext:
 
     def earned(self, reward: float) -> None:
         self._context.earned(reward)
+
+    def adding(self, tools: ToolSet) -> ToolContext:
+        """The same conversation with more tools."""
+        both = self._tools.joined(tools)
+        return ToolContext(self._context, both, parse=self._parse, max_rounds=self._max_rounds)
 
     def part(self, agent: int = 0) -> ToolContext:
         return ToolContext(self._context.part(agent), self._tools, parse=self._parse, max_rounds=self._max_rounds)

@@ -130,7 +130,7 @@ def _several(text: str, *, separator: str = "") -> Iterator[ToolCall | InvalidCa
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield InvalidCall(text=rest, why=f"not JSON: {error}")
             return
         yield from map(_call_of, value if isinstance(value, list) else [value])
@@ -140,7 +140,7 @@ def _several(text: str, *, separator: str = "") -> Iterator[ToolCall | InvalidCa
 def _call(text: str) -> ToolCall | InvalidCall:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return InvalidCall(text=text.strip(), why=f"not JSON: {error}")
     return _call_of(value)
 
@@ -154,7 +154,7 @@ def _call_of(value: Any) -> ToolCall | InvalidCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return InvalidCall(text=text, why=f"its arguments are not JSON: {error}")
     if not isinstance(arguments, dict):
         return InvalidCall(text=text, why=f"its arguments are {shown(json.dumps(arguments))}, and not an object")

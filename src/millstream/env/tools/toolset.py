@@ -31,6 +31,10 @@ class ToolSet:
                 raise ConfigError(f"two tools are named {name!r}: give one of them another name")
             self._tools[name] = tool
 
+    def joined(self, others: ToolSet) -> ToolSet:
+        """With these, too. Raises `ConfigError` for a name that both have."""
+        return ToolSet([*self._tools.values(), *others._tools.values()])
+
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """In the order of the config: what the model sees."""
@@ -52,7 +56,9 @@ class ToolSet:
             return f"Error: there is no tool {call.name!r}. Tools: {', '.join(self._tools)}"
         try:
             return result_text(await tool.call(call.arguments), tool.config.max_characters)
-        except Exception as error:  # user code, or its server: the model sees it
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code, or its server, also if it calls sys.exit: the model sees it
             return f"Error: {call.name}: {failure_text(error, tool.config)}"
 
     async def close(self) -> None:

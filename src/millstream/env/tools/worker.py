@@ -27,7 +27,7 @@ def begin_tool(setup: ToolSetup) -> Callable[[ToolRequest], ToolReply]:
             if is_coroutine(function):
                 value = asyncio.run(value)
             return ToolReply(text=result_text(value, config.max_characters))
-        except Exception as error:  # user code: the model sees it
+        except BaseException as error:  # user code: the model sees it
             return ToolReply(failure=failure_text(error, config))
 
     return call

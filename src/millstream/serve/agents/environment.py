@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,20 +14,35 @@ from millstream.env.agent import agent_config
 from millstream.env.config import EnvironmentConfig
 from millstream.env.rewards import CompletionScorer
 from millstream.env.rewards.call import finite_number
+from millstream.env.tools import AUTO, parser_named
 from millstream.errors import EnvironmentFailed, RolloutError, shown
 from millstream.rpc.threads import DaemonThreads
 from millstream.serve.agents.gateway import MODEL, AgentGateway, AgentSession
 from millstream.serve.agents.program import AgentAccess, AgentPlaces, AgentResult, run_command, run_function
 
 MAX_THREADS = 256
+END_S = 5.0
 
 
 def make_agent(
-    config: EnvironmentConfig, text: Text, scorer: CompletionScorer, *, end_tokens: tuple[int, ...], vocabulary: int
+    config: EnvironmentConfig,
+    text: Text,
+    scorer: CompletionScorer,
+    *,
+    end_tokens: tuple[int, ...],
+    vocabulary: int,
+    takes_stops: bool = True,
 ) -> AgentEnvironment:
-    """Raises `ConfigError`."""
+    """Raises `ConfigError`. `takes_stops`: whether the engine looks for stop strings."""
     agent = agent_config(config)
-    gateway = AgentGateway(text, end_tokens=end_tokens, vocabulary=vocabulary, max_calls=agent.max_calls)
+    gateway = AgentGateway(
+        text,
+        end_tokens=end_tokens,
+        vocabulary=vocabulary,
+        max_calls=agent.max_calls,
+        takes_stops=takes_stops,
+        parse=parser_named(text.tool_format if config.tool_format == AUTO else config.tool_format),
+    )
     return AgentEnvironment(config, gateway, scorer)
 
 
@@ -57,28 +73,29 @@ class AgentEnvironment:
         try:
             while (call := await session.calls.get()) is not None:
                 await session.answer(call)
-            if session.num_calls > self._gateway.max_calls:
-                raise EnvironmentFailed(
-                    f"{self._name} made more than {self._gateway.max_calls} calls: args.max_calls sets the limit"
-                )
+                if session.failure is not None:
+                    raise session.failure
+            if session.failure is not None:
+                raise session.failure
             return await running
         finally:
             running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.wait([running], timeout=END_S)  # an agent that does not let itself be cancelled is left alone
 
     async def _run(self, context: Context, access: AgentAccess) -> AgentResult:
         if self._function is None:
             return await run_command(self._command, context.task, access, self._places)
         try:
             return await run_function(self._function, context.task, access, self._threads)
-        except RolloutError:
+        except (RolloutError, asyncio.CancelledError):
             raise
-        except Exception as error:  # user code: any error fails this rollout only
+        except BaseException as error:  # user code, also if it calls sys.exit: any error fails this rollout only
             raise EnvironmentFailed(f"{self._name} raised {type(error).__name__}: {shown(str(error))}") from error
 
     async def _reward(self, context: Context, result: AgentResult) -> float:
         if self._score is not None:
-            value = self._score(context.task, result)
+            scoring = functools.partial(self._score, context.task, result)
+            value = await context.waiting("the score of the agent", self._threads.call(scoring))
             value = await value if inspect.isawaitable(value) else value
             return finite_number(value, "score")
         if result.reward is not None:

@@ -19,11 +19,13 @@ from starlette.routing import Route
 from millstream.clock import RealClock
 from millstream.engine import EngineStats
 from millstream.env import Context, Text
-from millstream.errors import EnvironmentFailed, RolloutError
+from millstream.env.tools import Parser
+from millstream.errors import EnvironmentFailed, InvariantError, RequestRefused, RolloutError
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
+from millstream.serve.openai.app import service_app
 from millstream.serve.openai.request_schema import BadRequest
-from millstream.serve.openai.service import Generation, ModelService, ModelServiceConfig, Served, service_app
+from millstream.serve.openai.service import Generation, ModelService, ModelServiceConfig, Served
 from millstream.serve.openai.sessions import SessionLimits, SessionPart, Turn
 from millstream.types import Completion, Sampled, TurnLimits
 from millstream.types import Request as EngineRequest
@@ -32,7 +34,7 @@ MODEL = "policy"  # its name for agents
 HOST = "127.0.0.1"
 ENDED = "the rollout of this key has ended"
 MANY = 1 << 20
-LIMITS = SessionLimits(sessions=MANY, idle_s=float(1 << 30), tokens=MANY, all_tokens=1 << 40)
+LIMITS = SessionLimits(sessions=MANY, idle_s=float(1 << 30), tokens=1 << 40, all_tokens=1 << 50)
 """The rollout bounds its session: in time, calls and tokens."""
 
 
@@ -52,11 +54,13 @@ class AgentSession:
         self.url = url
         self.key = key
         self.num_calls = 0
+        self.failure: RolloutError | None = None  # ends the rollout, whatever the agent makes of it
         self.calls: asyncio.Queue[AgentCall | None] = asyncio.Queue()  # None: the program has ended
         self._context = context
         self._unused: list[Context] = [context]
         self._parts: dict[SessionPart, Context] = {}  # those that can be continued
         self._generated: dict[Turn, Context] = {}  # of answers that are on their way to the agent
+        self._lengths: dict[Context, int] = {}  # tokens of each part
 
     async def answer(self, call: AgentCall) -> None:
         """Generate this turn. Raises what ends the rollout; what only refuses the call is raised in the agent."""
@@ -66,16 +70,21 @@ class AgentSession:
         if part is None:
             part = self._unused.pop() if self._unused else self._context.part()
         num_known = 0 if is_new or before is None else len(before.token_ids)
+        if num_known != self._lengths.get(part, 0):
+            raise InvariantError(f"a part of {self._lengths.get(part, 0)} tokens is continued after {num_known}")
         completion: Completion | None = None
         refusal: Exception = BadRequest(ENDED, status=401)
         try:
             completion = await self._unless_gone(call, part, call.turn.tokens[num_known:])
         except RolloutError as error:
             refusal = error
+            if not isinstance(error, RequestRefused):
+                self.failure = error
         finally:
             if completion is None and not call.reply.done():
                 call.reply.set_exception(refusal)
         if completion is not None:
+            self._lengths[part] = len(call.turn.tokens) + len(completion.tokens)
             if not call.reply.done():  # else the agent has gone in this moment: the part is not continued
                 self._generated[call.turn] = part
                 call.reply.set_result(completion)
@@ -113,16 +122,27 @@ class AgentSession:
 class AgentGateway(ModelService):
     """Started by the first rollout, on a free port of this machine; closed with the environment."""
 
-    def __init__(self, text: Text, *, end_tokens: tuple[int, ...], vocabulary: int, max_calls: int) -> None:
+    def __init__(
+        self,
+        text: Text,
+        *,
+        end_tokens: tuple[int, ...],
+        vocabulary: int,
+        max_calls: int,
+        takes_stops: bool,
+        parse: Parser,
+    ) -> None:
         served = Served(
             name=MODEL, engine=_NoEngine(), text=text, end_tokens=end_tokens, vocabulary=vocabulary, context=MANY
         )
         super().__init__(served, ModelServiceConfig(port=0, sessions=LIMITS, max_requests=MANY), RealClock())
-        self.max_calls = max_calls
+        self._max_calls = max_calls
+        self._takes_stops = takes_stops
+        self._parse = parse
         self._agents: dict[str, AgentSession] = {}
         self._url = ""
         self._listening: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._ready: asyncio.Future[str] | None = None
 
     @asynccontextmanager
     async def opened(self, context: Context) -> AsyncIterator[AgentSession]:
@@ -147,10 +167,9 @@ class AgentGateway(ModelService):
             await asyncio.gather(self._listening, return_exceptions=True)
 
     async def _start(self) -> None:
-        async with self._starting:
-            if self._url:
-                return
-            ready = asyncio.get_running_loop().create_future()
+        """The first rollout starts the server; it stays if that rollout is cancelled."""
+        if self._ready is None or self._listening is None:
+            self._ready = asyncio.get_running_loop().create_future()
             serving = listen(
                 service_app(self, token=None, max_requests=MANY),
                 HOST,
@@ -158,14 +177,15 @@ class AgentGateway(ModelService):
                 token=None,
                 max_requests=MANY,
                 limits=HttpLimits(),
-                on_ready=ready.set_result,
+                on_ready=self._ready.set_result,
                 handles_signals=False,
             )
             self._listening = asyncio.create_task(serving)
-            await asyncio.wait([ready, self._listening], return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                await self._listening  # raises why
-            self._url = ready.result()
+        both: list[asyncio.Future[Any]] = [self._ready, self._listening]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not self._ready.done():
+            await self._listening  # raises why
+        self._url = self._ready.result()
 
     def _session_id(self, request: Request) -> str:
         """The key, as OpenAI's clients send it, or Anthropic's."""
@@ -182,10 +202,13 @@ class AgentGateway(ModelService):
         if turn is None or session is None:
             raise BadRequest(ENDED, status=401)
         session.num_calls += 1
-        if session.num_calls > self.max_calls:
-            raise BadRequest(
-                f"more than {self.max_calls} calls in one rollout: args.max_calls sets the limit", status=429
-            )
+        if session.num_calls > self._max_calls:
+            why = f"the agent made more than {self._max_calls} calls: args.max_calls sets the limit"
+            session.failure = EnvironmentFailed(why)
+            session.calls.put_nowait(None)
+            raise BadRequest(why, status=429)
+        if generation.call.stops and not self._takes_stops:
+            raise BadRequest("stop is not supported by the engine of this run: leave it out", "stop")
         most = generation.call.max_tokens
         call = AgentCall(turn, TurnLimits(max_tokens=most, stop_strings=generation.call.stops))
         session.calls.put_nowait(call)

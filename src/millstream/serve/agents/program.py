@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import numbers
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ REWARD_FILE = "reward.json"
 TASK_FILE = "task.json"
 FOLDER_PREFIX = "millstream-agent-"
 END_S = 5.0
+LOOK_S = 0.02
 
 
 class AgentAccess(Struct, frozen=True, kw_only=True):
@@ -70,7 +72,7 @@ class AgentPlaces:
 
     def _begin(self) -> Path:
         self._base = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        command = [sys.executable, "-S", "-E", guard.__file__, str(self._base)]
+        command = [sys.executable, "-S", "-E", guard.__file__, str(self._base), str(os.getpid())]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         return self._base
 
@@ -88,8 +90,11 @@ class AgentPlaces:
 
     async def close(self) -> None:
         if self._guard is not None:
-            with suppress(BrokenPipeError):
-                await asyncio.to_thread(self._guard.communicate)
+            self._tell("end")
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._guard.wait, END_S)
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
 
 
 async def run_function(
@@ -100,8 +105,8 @@ async def run_function(
         value = await function(task, access)
     else:
         value = await threads.call(lambda: function(task, access))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return AgentResult(value=value, folder=access.folder, reward=float(value) if is_number else None)
+    reward = float(value) if isinstance(value, numbers.Real) else None
+    return AgentResult(value=value, folder=access.folder, reward=reward)
 
 
 async def run_command(command: tuple[str, ...], task: Task, access: AgentAccess, places: AgentPlaces) -> AgentResult:
@@ -111,18 +116,26 @@ async def run_command(command: tuple[str, ...], task: Task, access: AgentAccess,
     process = await _started(command, access)
     places.started(process.pid)
     try:
-        output, errors, _ = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr), process.wait())
+        async with asyncio.TaskGroup() as reading:
+            output, errors = (reading.create_task(_end_of(one)) for one in (process.stdout, process.stderr))
+            while process.returncode is None:  # `wait` would wait for its output, too,
+                await asyncio.sleep(LOOK_S)
+            _kill_group(process.pid)  # which what it has left running may hold open
     finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has left running
+        _kill_group(process.pid)
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await process.wait()
         places.ended(process.pid)
     if process.returncode:
-        last = shown((errors.strip() or output.strip()).rpartition("\n")[2])
+        last = shown((errors.result().strip() or output.result().strip()).rpartition("\n")[2])
         raise EnvironmentFailed(f"the agent ended with code {process.returncode}: {last}")
-    return AgentResult(value=output, folder=access.folder, reward=_own_reward(access.folder))
+    return AgentResult(value=output.result(), folder=access.folder, reward=_own_reward(access.folder))
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 async def _started(command: tuple[str, ...], access: AgentAccess) -> asyncio.subprocess.Process:
@@ -133,6 +146,7 @@ async def _started(command: tuple[str, ...], access: AgentAccess) -> asyncio.sub
         "ANTHROPIC_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,
         "MILLSTREAM_TASK": str(access.folder / TASK_FILE),
+        **{name: f"127.0.0.1,{os.environ.get(name, '')}".rstrip(",") for name in ("NO_PROXY", "no_proxy")},
     }
     try:
         return await asyncio.create_subprocess_exec(

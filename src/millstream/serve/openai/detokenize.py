@@ -92,9 +92,13 @@ class TextStream:
         self.final = turn.content
         self.calls = tuple(tool_call_fields(secrets.token_hex(5)[1:], call.name, call.arguments) for call in calls)
 
+    def all_text(self) -> str:
+        """Of all tokens, also those of a stop string."""
+        return self._text.decode(self.tokens)
+
     def message(self) -> Message:
         """The answer as the caller will send it back."""
-        fields = json.dumps({"tool_calls": self.calls}) if self.calls else ""
+        fields = json.dumps({"tool_calls": self.calls}, sort_keys=True) if self.calls else ""
         return Message(role="assistant", content=self.final, fields=fields)
 
     def sampled(self, begin: int = 0) -> Sampled:

@@ -271,7 +271,8 @@ def _message(number: int, message: ChatMessage) -> Message:
     fields: dict[str, Any] = {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.tool_calls:
         fields["tool_calls"] = [_tool_call(one, f"{where}.tool_calls") for one in message.tool_calls]
-    return Message(role=message.role, content=_content(message, where), fields=json.dumps(fields) if fields else "")
+    more = json.dumps(fields, sort_keys=True) if fields else ""
+    return Message(role=message.role, content=_content(message, where), fields=more)
 
 
 def _content(message: ChatMessage, where: str) -> str:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,22 +28,23 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct, field
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from millstream.clock import Clock, RealClock
+from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Text
 from millstream.env.tools import parser_named
-from millstream.errors import DataError, EngineError, EngineGone, EnvironmentFailed, RequestRefused, WeightsError
+from millstream.errors import (
+    EngineError,
+    EngineGone,
+    RolloutError,
+    WeightsError,
+)
 from millstream.seeds import derive_seed
-from millstream.serve.auth import RETRY_AFTER_S, AccessControl
-from millstream.serve.http import BodyReader, ClientGone, EmptyBody, HttpError, until_disconnect
+from millstream.serve.http import BodyReader, EmptyBody, HttpError, until_disconnect
 from millstream.serve.limits import HttpLimits
-from millstream.serve.listen import listen
 from millstream.serve.openai.detokenize import TextPiece, TextStream
 from millstream.serve.openai.messages import MessagesBody, MessageWriter, parse_messages
 from millstream.serve.openai.prompt_scores import PromptScores, ScorePrompt
@@ -59,7 +59,6 @@ from millstream.serve.openai.request_schema import (
 )
 from millstream.serve.openai.response_schema import (
     ResponseWriter,
-    error_json,
     error_object,
     json_response,
     stream_event,
@@ -81,10 +80,7 @@ OnPiece = Callable[[int, TextPiece | None, Finish | None], None]  # index of the
 Answered = tuple[TextStream, Finish]
 AnswerWriter = ResponseWriter | MessageWriter
 MakeWriter = Callable[[Sequence[Sequence[int]]], AnswerWriter]  # of the prompts' tokens
-CLIENT_GONE = 499
 LONG_PROMPT = 1 << 14  # characters
-TOO_MANY = 429
-FIELD = re.compile(r"`\$\.?(\w+)|(?:field|unknown field) `(\w+)`")
 
 
 class ModelServiceConfig(Struct, frozen=True, kw_only=True):
@@ -427,73 +423,9 @@ class ModelService:
                         yield event
             for event in writer.stream_end(sum(len(answer.tokens) for answer, _ in work.result())):
                 yield event
-        except (EngineError, RequestRefused) as wrong:
-            yield stream_event({"error": error_object(503 if isinstance(wrong, EngineError) else 400, str(wrong))})
+        except (EngineError, RolloutError, HttpError) as wrong:
+            status = 503 if isinstance(wrong, EngineError) else getattr(wrong, "status", 400)
+            yield stream_event({"error": error_object(status, str(wrong))})
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-
-
-# ---- the service
-
-
-def model_app(
-    served: Served,
-    config: ModelServiceConfig | None = None,
-    *,
-    token: str | None = None,
-    clock: Clock | None = None,
-) -> Starlette:
-    """The service as an ASGI application, on the event loop of the engine."""
-    config = config or ModelServiceConfig()
-    service = ModelService(served, config, clock or RealClock())
-    return service_app(service, token=token, max_requests=config.max_requests)
-
-
-def service_app(service: ModelService, *, token: str | None, max_requests: int) -> Starlette:
-    return Starlette(
-        routes=service.routes(),
-        middleware=[
-            Middleware(AccessControl, token=token, limit=max_requests, refuse=error_json, full=TOO_MANY),
-        ],
-        exception_handlers={
-            HttpError: lambda request, wrong: _refused(wrong),
-            DataError: lambda request, wrong: error_json(400, str(wrong), param="messages"),
-            EnvironmentFailed: lambda request, wrong: error_json(400, str(wrong), param="messages"),
-            RequestRefused: lambda request, wrong: error_json(400, str(wrong)),
-            EngineError: lambda request, wrong: error_json(503, str(wrong)),
-            ClientGone: lambda request, wrong: Response(status_code=CLIENT_GONE),
-            ClientDisconnect: lambda request, wrong: Response(status_code=CLIENT_GONE),
-            404: lambda request, wrong: error_json(404, f"nothing at {request.url.path}: see docs/serving.md"),
-            405: lambda request, wrong: error_json(405, f"{request.method} is not supported for {request.url.path}"),
-        },
-    )
-
-
-def _refused(wrong: HttpError) -> Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if wrong.status == TOO_MANY else None
-    if isinstance(wrong, BadRequest):
-        return error_json(wrong.status, str(wrong), headers, param=wrong.param, code=wrong.code)
-    found = FIELD.search(str(wrong))
-    return error_json(wrong.status, str(wrong), headers, param=next(filter(None, found.groups())) if found else None)
-
-
-async def host_model(
-    served: Served,
-    config: ModelServiceConfig | None = None,
-    *,
-    token: str | None = None,
-    on_ready: Callable[[str], None] = lambda url: None,
-) -> None:
-    """Until cancelled or stopped by a signal. `on_ready` is called with the URL."""
-    config = config or ModelServiceConfig()
-    app = model_app(served, config, token=token)
-    await listen(
-        app,
-        config.host,
-        config.port,
-        token=token,
-        max_requests=config.max_requests,
-        limits=config.http,
-        on_ready=on_ready,
-    )

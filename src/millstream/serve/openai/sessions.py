@@ -207,7 +207,7 @@ def _grown(turn: Turn, answer: TextStream, finish: Finish, *, is_shared: bool, i
 
 def _and_answer(prompt: PromptInput, answer: TextStream) -> PromptInput:
     if isinstance(prompt, str):
-        return prompt + answer.final
+        return prompt + answer.all_text()  # with a stop string: it is in the tokens
     messages = tuple(one for one in prompt if isinstance(one, Message))
     if messages:
         return (*messages, answer.message())
