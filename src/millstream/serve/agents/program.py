@@ -118,7 +118,7 @@ async def run_command(command: tuple[str, ...], task: Task, access: AgentAccess,
     try:
         async with asyncio.TaskGroup() as reading:
             output, errors = (reading.create_task(_end_of(one)) for one in (process.stdout, process.stderr))
-            while process.returncode is None:  # `wait` would wait for its output, too,
+            while process.returncode is None:  # noqa: ASYNC110  # `wait` would wait for its output, too,
                 await asyncio.sleep(LOOK_S)
             _kill_group(process.pid)  # which what it has left running may hold open
     finally:
