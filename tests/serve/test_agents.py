@@ -96,6 +96,9 @@ def leaves(task, access):
     (access.folder / "note").write_text("left")
     return "x"
 
+def bad_score(task, result):
+    sys.exit(1)
+
 def score(task, result):
     return 0.5 + len((result.folder / "note").read_text())
 
@@ -206,6 +209,11 @@ def test_a_coroutine_a_number_and_a_score_are_rewards(own: str) -> None:
     assert play({"function": f"{own}:asolve"}, Model()).parts[0].reward == 1.0
     assert play({"function": f"{own}:number"}, Model()).parts[0].reward == 0.25
     assert play({"function": f"{own}:leaves", "score": f"{own}:score"}, Model()).parts[0].reward == 4.5
+
+
+def test_a_score_that_exits_fails_its_rollout_alone(own: str) -> None:
+    args = {"function": f"{own}:leaves", "score": f"{own}:bad_score"}
+    assert "its score raised SystemExit: 1" in failure(args)
 
 
 def test_a_program_gets_its_task_and_its_key_by_variables_and_its_output_is_scored(own: str) -> None:

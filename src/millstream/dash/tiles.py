@@ -101,7 +101,7 @@ class RunTiles:
             **dict.fromkeys(("offset", "end", "line", "first_seq", "last_seq", "num_readings"), "q"),
             **dict.fromkeys(("low_group", "high_group"), "q"),  # that were admitted; -1: none
             **dict.fromkeys((*COUNTED, *DEPTHS), "q"),
-            **dict.fromkeys(("begin", "until", "reach"), "d"),  # reach: the earliest time that its events tell of
+            **dict.fromkeys(("begin", "until", "reach"), "d"),  # reach: the earliest time that its events describe
         )
         self.work: dict[tuple[str, str], TileColumns] = {}
         self.waits: dict[tuple[str, str], TileColumns] = {}
@@ -304,7 +304,7 @@ class RunTiles:
         return float(self.tiles.of("until").max()) if len(self.tiles) else 0.0
 
     def tiles_between(self, begin: float, end: float) -> NDArray[np.int64]:
-        """Whose events tell of that time."""
+        """Whose events describe that time."""
         found: NDArray[np.int64] = np.flatnonzero((self.tiles.of("reach") <= end) & (self.tiles.of("until") >= begin))
         return found
 

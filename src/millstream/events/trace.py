@@ -61,15 +61,15 @@ RolloutOver = RolloutEnded | RolloutFailed | RolloutAborted
 def perfetto(events: Iterable[Event]) -> dict[str, list[TraceEntry]]:
     """The Chrome trace format, which Perfetto reads: complete events ("X"), marks ("i"), arrows ("s", "f"), counters ("C") and
     names ("M"). Of a long run only the last part: no viewer opens more."""
-    shown, seldom = deque[Event](maxlen=MAX_EVENTS), _RunTracks()
+    shown, tracks = deque[Event](maxlen=MAX_EVENTS), _RunTracks()
     for event in events:
-        seldom.add(event)
+        tracks.add(event)
         if isinstance(event, SHOWN):
             shown.append(event)
     workers = _Workers()
     on_workers = list(workers.entries(shown))
-    rollouts = _rollouts(shown, workers, seldom.last)
-    return {"traceEvents": [*_names(), *seldom.entries(), *on_workers, *rollouts]}
+    rollouts = _rollouts(shown, workers, tracks.last)
+    return {"traceEvents": [*_names(), *tracks.entries(), *on_workers, *rollouts]}
 
 
 def _names() -> Iterator[TraceEntry]:

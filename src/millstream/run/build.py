@@ -173,7 +173,7 @@ def build_environment(
             return SingleTurn(scorer)
         return make_agent(
             kind.config,
-            structs.replace(text, max_prompts_kept=1, _opened={}),  # prompts of agents seldom repeat
+            structs.replace(text, max_prompts_kept=1, _opened={}),  # prompts of agents rarely repeat
             scorer,
             end_tokens=ends or (text.end_token,),
             vocabulary=len(text.tokenizer),

@@ -19,6 +19,7 @@ from millstream.errors import EnvironmentFailed, RolloutError, shown
 from millstream.rpc.threads import DaemonThreads
 from millstream.serve.agents.gateway import MODEL, AgentGateway, AgentSession
 from millstream.serve.agents.program import AgentAccess, AgentPlaces, AgentResult, run_command, run_function
+from millstream.types import Task
 
 MAX_THREADS = 256
 END_S = 5.0
@@ -94,13 +95,20 @@ class AgentEnvironment:
 
     async def _reward(self, context: Context, result: AgentResult) -> float:
         if self._score is not None:
-            scoring = functools.partial(self._score, context.task, result)
-            value = await context.waiting("the score of the agent", self._threads.call(scoring))
-            value = await value if inspect.isawaitable(value) else value
-            return finite_number(value, "score")
+            scored = await context.waiting("the score of the agent", self._scored(self._score, context.task, result))
+            return finite_number(scored, "score")
         if result.reward is not None:
             return finite_number(result.reward, self._name)
         return await context.waiting(self._scorer.name, self._scorer.score(context.task, result.text))
+
+    async def _scored(self, score: Callable[..., Any], task: Task, result: AgentResult) -> Any:
+        try:
+            value = await self._threads.call(functools.partial(score, task, result))
+            return await value if inspect.isawaitable(value) else value
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code, also if it calls sys.exit: any error fails this rollout only
+            raise EnvironmentFailed(f"its score raised {type(error).__name__}: {shown(str(error))}") from error
 
     async def close(self) -> None:
         await self._gateway.close()

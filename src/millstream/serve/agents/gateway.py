@@ -20,7 +20,7 @@ from millstream.clock import RealClock
 from millstream.engine import EngineStats
 from millstream.env import Context, Text
 from millstream.env.tools import Parser
-from millstream.errors import EnvironmentFailed, InvariantError, RequestRefused, RolloutError
+from millstream.errors import EnvironmentFailed, RequestRefused, RolloutError
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.app import service_app
@@ -70,8 +70,6 @@ class AgentSession:
         if part is None:
             part = self._unused.pop() if self._unused else self._context.part()
         num_known = 0 if is_new or before is None else len(before.token_ids)
-        if num_known != self._lengths.get(part, 0):
-            raise InvariantError(f"a part of {self._lengths.get(part, 0)} tokens is continued after {num_known}")
         completion: Completion | None = None
         refusal: Exception = BadRequest(ENDED, status=401)
         try:
@@ -109,8 +107,11 @@ class AgentSession:
             raise
 
     def keep(self, turn: Turn, grown: SessionPart) -> None:
-        """The next call may continue this part."""
-        self._parts[grown] = self._generated.pop(turn)
+        """The next call may continue this part, unless the agent got another text than the tokens of the rollout have: a call
+        that continues it then begins a part of its own."""
+        part = self._generated.pop(turn)
+        if len(grown.token_ids) == self._lengths[part]:
+            self._parts[grown] = part
 
     def close(self) -> None:
         while not self.calls.empty():
