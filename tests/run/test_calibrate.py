@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from millstream.cli import main
 from millstream.config import load
 from millstream.errors import MillstreamError
+from millstream.events import Sizes, SizesChosen
 from millstream.run.calibrate import Calibration, calibrate
 from millstream.run.config import RunConfig
+from millstream.run.fit_costs import fit_with
 from millstream.run.simulate import costs_of, simulate
 from millstream.sim.config import CostsFile
 
@@ -58,6 +61,26 @@ def test_the_costs_of_a_run_are_found_in_its_events(found: Calibration) -> None:
 def test_a_simulation_with_them_is_near_the_run(found: Calibration) -> None:
     for row in found.compared[:3]:
         assert row.ratio == pytest.approx(1, abs=0.15), row
+
+
+def test_on_a_cpu_the_costs_are_those_of_undisturbed_spans_and_the_cores_make_up_for_the_rest(tmp_path: Path) -> None:
+    more = ("sim.cores=1.7", "sim.decode_slowdown=1", "sim.learner_keep=1", "sim.environment.latency_s.mean=0")
+    a_run(tmp_path / "run", *more)
+    with (tmp_path / "run/events.jsonl").open("ab") as file:
+        sizes = Sizes(dtype="float32", slots=512, cache_gb=None, micro_batch_tokens=16384, is_compiled=False)
+        file.write(msgspec.json.encode(SizesChosen(at=0.0, sizes=sizes, device="cpu")) + b"\n")
+    found = calibrate(tmp_path / "run")
+    assert found.sim.cores is not None
+    value = {one.name: one.value for one in found.parameters}
+    for name in ("train_tokens_per_s", "train_step_s", "publish_s"):
+        assert 0.6 < value[name] / TRUE[name] < 1.7, name
+    assert {row.name: row.ratio for row in found.compared}["rollouts/s trained"] == pytest.approx(1, abs=0.1)
+
+
+def test_a_learner_that_was_never_alone_on_its_gpu_has_the_share_that_was_measured_elsewhere() -> None:
+    seconds_N, ones_N = np.array([2.0, 3.0, 4.0, 5.0]), np.ones(4)
+    fit = fit_with(np.array([[20.0], [30.0], [40.0], [50.0]]), seconds_N, ones_N, 1 / 0.6)
+    assert fit.values[0] == pytest.approx(0.06)
 
 
 def test_what_the_run_does_not_show_is_said_to_be_uncertain(found: Calibration, tmp_path: Path) -> None:

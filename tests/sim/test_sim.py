@@ -31,9 +31,9 @@ from millstream.sim.draws import (
     uniform,
 )
 from millstream.sim.engine import SimEngine
-from millstream.sim.environment import SimEnvironment, SimFailure, by_prompt, longer_is_harder
+from millstream.sim.environment import SimDriver, SimEnvironment, SimFailure, by_prompt, longer_is_harder
 from millstream.sim.learner import SimLearner
-from millstream.sim.sharing import GpuSharing
+from millstream.sim.sharing import Sharing
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
 from support.simulated import World, simulate
 
@@ -547,7 +547,7 @@ print(*(name for name in ("torch", "transformers") if name in sys.modules))
 
 def test_decoding_is_slower_while_the_learner_works_and_the_learner_while_an_engine_decodes() -> None:
     async def program() -> tuple[float, float]:
-        sharing, ends = GpuSharing(slowdown=2.0, keep=0.5), list[float]()
+        sharing, ends = Sharing(slowdown=2.0, keep=0.5), list[float]()
         engine = SimEngine(token_s=1.0, num_tokens=constant(10), sharing=sharing)
         learner = SimLearner(step_s=constant(4.0), sharing=sharing)
         training = asyncio.create_task(learner.step())
@@ -564,7 +564,7 @@ def test_decoding_is_slower_while_the_learner_works_and_the_learner_while_an_eng
 
 def test_a_learner_that_outlasts_decoding_gets_faster_when_that_ends() -> None:
     async def program() -> float:
-        sharing = GpuSharing(slowdown=1.0, keep=0.5)
+        sharing = Sharing(slowdown=1.0, keep=0.5)
         engine = SimEngine(token_s=1.0, num_tokens=constant(4), sharing=sharing)
         await asyncio.gather(engine.generate(request(0)), SimLearner(step_s=constant(10.0), sharing=sharing).step())
         return now()
@@ -587,7 +587,7 @@ def test_the_draws_of_a_config_have_the_means_that_they_name() -> None:
 
 def test_a_prompt_takes_longer_while_the_learner_works() -> None:
     async def program() -> float:
-        sharing = GpuSharing(slowdown=2.0, keep=0.5)
+        sharing = Sharing(slowdown=2.0, keep=0.5)
         costs = Costs(step_s=1.0, prefill_token_s=0.5)
         engine = SimEngine(costs=costs, num_tokens=constant(1), sharing=sharing)
         training = asyncio.create_task(SimLearner(step_s=constant(100.0), sharing=sharing).step())
@@ -601,7 +601,7 @@ def test_a_prompt_takes_longer_while_the_learner_works() -> None:
 
 def test_an_engine_that_was_replaced_does_not_speak_for_its_successor() -> None:
     async def program() -> float:
-        sharing = GpuSharing(slowdown=2.0, keep=0.5)
+        sharing = Sharing(slowdown=2.0, keep=0.5)
         old = SimEngine(token_s=1.0, num_tokens=constant(10), sharing=sharing)
         old.crash("its node has failed")
         new = SimEngine(token_s=1.0, num_tokens=constant(10), sharing=sharing)
@@ -619,3 +619,39 @@ def test_an_engine_that_was_replaced_does_not_speak_for_its_successor() -> None:
     assert run_virtual(program()) == pytest.approx(1 + 1 / 0.5), (
         "the new engine decodes: the learner has half of its rate"
     )
+
+
+def test_three_that_work_on_two_cores_have_two_thirds_of_one_each() -> None:
+    async def program() -> tuple[float, float, float]:
+        sharing, ends = Sharing(cores=2), dict[str, float]()
+        engine = SimEngine(token_s=1.0, num_tokens=constant(10), sharing=sharing)
+        jobs = {
+            "engine": engine.generate(request(0)),
+            "learner": SimLearner(step_s=constant(4.0), sharing=sharing).step(),
+            "driver": SimDriver(sharing).work(2.0),
+        }
+
+        async def timed(name: str) -> None:
+            await jobs[name]
+            ends[name] = now()
+
+        await asyncio.gather(*map(timed, jobs))
+        return ends["driver"], ends["learner"], ends["engine"]
+
+    # the driver's 2 s take 3; the learner then has 2 of its 4 s to go, and the engine 8 of 10 tokens, each on a core of its own
+    assert run_virtual(program()) == pytest.approx((3, 5, 11))
+
+
+def test_a_driver_whose_work_is_cancelled_leaves_its_core() -> None:
+    async def program() -> float:
+        sharing = Sharing(cores=1)
+        driver = SimDriver(sharing)
+        works = [asyncio.create_task(driver.work(5.0)) for _ in range(3)]
+        await asyncio.sleep(1)
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+        await SimLearner(step_s=constant(4.0), sharing=sharing).step()
+        return now()
+
+    assert run_virtual(program()) == pytest.approx(5)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -125,6 +126,16 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             merged.append((begin, end))
     return merged
+
+
+def share_within(busy: Sequence[Interval], begin: float, end: float) -> float:
+    """Of this stretch of time, the part that is in one of the intervals, which are in order and apart."""
+    covered = 0.0
+    for number in range(max(0, bisect_left(busy, (begin, begin)) - 1), len(busy)):
+        if busy[number][0] >= end:
+            break
+        covered += max(0.0, min(end, busy[number][1]) - max(begin, busy[number][0]))
+    return min(1.0, covered / max(1e-12, end - begin))
 
 
 def intersect_intervals(left: list[Interval], right: list[Interval]) -> list[Interval]:

@@ -5,13 +5,16 @@ times decode_slowdown for the share of it in which the learner worked. Training:
 learner_keep for the share in which an engine decoded. Least squares, no parameter below 0; the standard errors are those of the
 linearized model. A parameter is *uncertain* if its standard error is above `UNCERTAIN` of its value, if the run has too few
 spans, or if it came out as 0.
+
+On a CPU engines, learner and driver compete for its cores, and nobody has recorded who had one when. There the costs are those
+of the spans that nothing disturbed (`fit_alone`), and `cores` is the number with which the simulated run is as fast as the real
+one.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -38,12 +41,13 @@ from millstream.events import (
     WeightsPublished,
 )
 from millstream.events.sinks import read_history
-from millstream.events.summary import Interval, Summary, merge_intervals, summarise
+from millstream.events.summary import Interval, Summary, merge_intervals, share_within, summarise
 from millstream.paths import program
 from millstream.run.config import RunConfig
 from millstream.run.device_queue import spans_on_device
-from millstream.run.fit_costs import Numbers, fit_costs, slower
+from millstream.run.fit_costs import UNDISTURBED, Numbers, fit_alone, fit_costs, fit_with, slower
 from millstream.run.folder import RunFolder, resume_command
+from millstream.run.roofline import gpu_table
 from millstream.run.simulate import simulate
 from millstream.sim.config import DrawConfig, SimConfig, SimEnvironmentConfig
 from millstream.types import Fate, Finish
@@ -51,11 +55,14 @@ from millstream.types import Fate, Finish
 UNCERTAIN = 0.3
 MIN_SPANS = 8
 FIRST_STEPS = 2  # that are left out, and as many more as max_lag
-LEARNING = ("accumulate", "step")
+LEARNING = ("accumulate", "step", "copy weights")
 SHARED_PROMPTS = 0.6  # of the tokens of prompts: if fewer were computed, the engine has a prefix cache
 MIN_LATENCY = 0.05  # of the time of a rollout: less cannot be distinguished from what the simulation leaves out
 MIN_VARIATION = 0.3
 MAX_SIGMA = 2.0
+SIMULATED_STEPS = 100  # at most, to compare
+MATCHED_STEPS = 24  # of these, to find `cores`
+HALVINGS = 6  # of the range in which it is looked for
 NOT_AS_FOUND = ("prompt_tokens", "lengths")  # keys of `SimConfig` that are not the number that was found
 
 
@@ -120,17 +127,22 @@ def fit_run(run_dir: Path) -> FittedRun:
             f"the run in {run_dir} has {num_steps} steps: at least 2 are needed, 20 and more are better. To train it further:\n"
             f"  {resume_command(run_dir, 'pipeline.steps=20')}"
         )
-    config = as_it_ran(load(folder.config, RunConfig), events, num_steps)
+    config = as_it_ran(load(folder.config, RunConfig), events, min(num_steps, SIMULATED_STEPS))
     settled = _settled(events, config)
-    decoding, training = _decoding(settled, run_dir), _training(settled, config.learner.ranks, run_dir)
+    is_on_cpu = _is_on_cpu(events)
+    decoding = _decoding(settled, run_dir, is_on_cpu=is_on_cpu)
+    training = _training(settled, config.learner.ranks, run_dir, is_on_cpu=is_on_cpu, slowdown=decoding[-1])
     ended = [event for event in events if isinstance(event, RolloutEnded) and event.finish is not Finish.ABORT]
     lengths, changes = [event.num_sampled for event in ended], list[str]()
     if (longest := max(lengths, default=0)) > config.rollout.max_tokens:
         changes.append(f"rollout.max_tokens={longest}")
-    parameters = [*decoding, *training, _lengths(lengths, config), *_others(settled, config)]
+    parameters = [*decoding, *training, _lengths(lengths, config), *_others(settled, config, is_on_cpu=is_on_cpu)]
     if changes:
         config = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=longest))
     sim = _sim_config({one.name: one.value for one in parameters}, events, run_dir)
+    if is_on_cpu:
+        sim = structs.replace(sim, cores=_cores(settled, config, sim))
+        parameters.append(Fitted(name="cores", value=sim.cores or 0.0, error=None))
     latency = _latency(events, simulate(config, sim).events, config)
     if latency.value:
         spread = _latency_spread(ended, latency.value)
@@ -153,6 +165,26 @@ def _sim_config(value: Mapping[str, float], events: Sequence[Event], run_dir: Pa
             no_signal=value["no_signal"],
         ),
     )
+
+
+def _cores(settled: Sequence[Event], config: RunConfig, sim: SimConfig) -> float | None:
+    """With which the simulated run is as fast as the real one. None: it is slower even if everybody has a core."""
+    config = structs.replace(
+        config, pipeline=structs.replace(config.pipeline, steps=min(config.pipeline.steps, MATCHED_STEPS))
+    )
+    real, most = summarise(settled).rollouts_per_s, 2.0 + config.engine.num_engines
+
+    def is_slow(cores: float) -> bool:
+        simulated = simulate(config, structs.replace(sim, cores=cores)).events
+        return summarise(_settled(simulated, config)).rollouts_per_s < real
+
+    if is_slow(most):
+        return None
+    low, high = 1.0, most
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_slow(middle) else (low, middle)
+    return high
 
 
 def as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> RunConfig:
@@ -181,7 +213,7 @@ def _compare(real: Summary, simulated: Summary) -> list[ComparedFigure]:
 # ---- decoding and training ---------------------------------------------------------------------------------------------
 
 
-def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
+def _decoding(events: Sequence[Event], run_dir: Path, *, is_on_cpu: bool) -> list[Fitted]:
     spans = [
         event
         for event in events
@@ -197,11 +229,14 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
         raise ConfigError(
             f"the run in {run_dir} has {len(counted)} spans of decoding with counts of steps, and {MIN_SPANS} are needed: {why}"
         )
-    columns = [[_count(s.num_steps), s.num_tokens, _count(s.num_context), _count(s.num_prompt)] for s in counted]
+    columns = np.array(
+        [[_count(s.num_steps), s.num_tokens, _count(s.num_context), _count(s.num_prompt)] for s in counted],
+        dtype=np.float64,
+    )
     seconds = np.array([span.seconds for span in counted])
     busy = _busy(events, lambda span: span.worker == "learner" and span.what in LEARNING)
-    shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in counted])
-    fit = fit_costs(np.array(columns, dtype=np.float64), seconds, shares)
+    shares = np.array([share_within(busy, span.at - span.seconds, span.at) for span in counted])
+    fit = fit_alone(columns, seconds) if is_on_cpu else fit_costs(columns, seconds, shares)
     names = ("floor_s", "request_s", "context_token_s", "prefill_token_s")
     floor, request, context, prefill = (
         _fitted(name, value, error) for name, value, error in zip(names, fit.values, fit.errors, strict=True)
@@ -219,41 +254,50 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
     ]
 
 
-def _training(events: Sequence[Event], ranks: int, run_dir: Path) -> list[Fitted]:
+def _training(events: Sequence[Event], ranks: int, run_dir: Path, *, is_on_cpu: bool, slowdown: Fitted) -> list[Fitted]:
     spans = [event for event in events if isinstance(event, Span) and event.worker == "learner"]
     passes = [span for span in spans if span.what == "accumulate" and span.num_tokens > 0 < span.seconds]
-    steps = [span for span in spans if span.what == "step"]
     if not passes:
         raise ConfigError(
             f"the run in {run_dir} has trained nothing after its first steps: its groups were filtered, or it is too short. "
             f"To see what became of them: {program()} report {run_dir}"
         )
     busy = _busy(events, lambda span: span.what == "generate")
-    shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in passes])
-    of_steps = [np.array(_share(busy, span.at - span.seconds, span.at)) for span in steps]
-    columns = np.array([[float(span.num_tokens)] for span in passes])
-    begin_s = sum(span.seconds for span in spans if span.what == "begin_batch") / max(1, len(steps))
-    fit = fit_costs(columns, np.array([span.seconds for span in passes]), shares)
-    token_s, error = max(fit.values[0], 1e-12), fit.errors[0]
+    shares = np.array([share_within(busy, span.at - span.seconds, span.at) for span in passes])
+    columns, seconds = np.array([[float(span.num_tokens)] for span in passes]), np.array([s.seconds for s in passes])
+    fit = fit_alone(columns, seconds) if is_on_cpu else fit_costs(columns, seconds, shares)
     keep = _ratio("learner_keep", fit.ratio, fit.ratio_error, shares, "an engine decoded")
+    if keep.why and slowdown.value > 1 and not slowdown.why:  # they share a GPU, and nobody saw the learner alone
+        fit = fit_with(columns, seconds, shares, 1 / (known := gpu_table().efficiency.learner_keep))
+        keep = Fitted(
+            name="learner_keep", value=fit.ratio, error=None, why=f"{keep.why}; {known:g} was measured elsewhere"
+        )
+    token_s, error = max(fit.values[0], 1e-12), fit.errors[0]
     rate = 1 / (token_s * ranks)
+
+    def alone(name: str, events: Sequence[Span | WeightsPublished], more_s: float = 0.0) -> Fitted:
+        """Work of the learner that is slowed as its passes are."""
+        found = [
+            more_s + one.seconds / float(slower(fit.ratio, np.array(share_within(busy, one.at - one.seconds, one.at))))
+            for one in events
+        ]
+        return _undisturbed(name, found) if is_on_cpu else _mean(name, found)
+
+    steps = [span for span in spans if span.what == "step"]
+    begun = [span.seconds for span in spans if span.what == "begin_batch"]
+    begin_s = sum(begun) / max(1, len(steps)) if not is_on_cpu else _undisturbed("", begun).value
     return [
         _fitted("train_tokens_per_s", rate, rate * error / token_s),
         structs.replace(keep, value=1 / keep.value, error=None if keep.error is None else keep.error / keep.value**2),
-        _mean(
-            "train_step_s",
-            [
-                span.seconds / float(slower(fit.ratio, share)) + begin_s
-                for span, share in zip(steps, of_steps, strict=True)
-            ],
-        ),
+        alone("train_step_s", steps, begin_s),
+        alone("publish_s", [event for event in events if isinstance(event, WeightsPublished)]),
     ]
 
 
 # ---- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def _others(events: Sequence[Event], config: RunConfig) -> list[Fitted]:
+def _others(events: Sequence[Event], config: RunConfig, *, is_on_cpu: bool) -> list[Fitted]:
     ended = [event for event in events if isinstance(event, RolloutEnded)]
     num_failed = sum(isinstance(event, RolloutFailed) for event in events)
     left = [event for event in events if isinstance(event, GroupLeft) and event.fate in (Fate.TRAINED, Fate.FILTERED)]
@@ -270,8 +314,7 @@ def _others(events: Sequence[Event], config: RunConfig) -> list[Fitted]:
     if rewards and (min(rewards) < 0 or max(rewards) > 1):
         why = f"the run's rewards are {min(rewards):g} to {max(rewards):g}: simulated ones are 0 or 1"
     return [
-        _mean("publish_s", [event.seconds for event in events if isinstance(event, WeightsPublished)]),
-        _mean("load_s", [event.seconds for event in events if isinstance(event, WeightsLoaded)]),
+        (_undisturbed if is_on_cpu else _mean)("load_s", [e.seconds for e in events if isinstance(e, WeightsLoaded)]),
         _mean("prompt_tokens", [float(event.num_tokens - event.num_sampled) for event in ended]),
         _driver(events),
         *_scoring(events),
@@ -399,8 +442,17 @@ def _mean(name: str, numbers: Sequence[float]) -> Fitted:
     return _fitted(name, statistics.mean(numbers), statistics.stdev(numbers) / math.sqrt(len(numbers)), may_be_0=True)
 
 
+def _undisturbed(name: str, numbers: Sequence[float]) -> Fitted:
+    """What it took if nothing disturbed it."""
+    if not numbers:
+        return _mean(name, numbers)
+    return Fitted(name=name, value=float(np.quantile(numbers, UNDISTURBED)), error=None)
+
+
 def _ratio(name: str, ratio: float, error: float, shares_N: Numbers, when: str) -> Fitted:
-    """A ratio is known only if there were spans with interference and spans without."""
+    """A ratio is known only if there were spans with interference and spans without. Without an error it was not looked for."""
+    if not error:
+        return Fitted(name=name, value=ratio, error=None)
     spread = float(np.ptp(shares_N)) if len(shares_N) else 0.0
     why = "" if spread > UNCERTAIN else f"{when} in about the same share of every span"
     if not why and error > UNCERTAIN * ratio:
@@ -410,6 +462,10 @@ def _ratio(name: str, ratio: float, error: float, shares_N: Numbers, when: str) 
 
 def _count(number: object) -> float:
     return float(number) if isinstance(number, int) else 0.0
+
+
+def _is_on_cpu(events: Sequence[Event]) -> bool:
+    return any(isinstance(event, SizesChosen) and event.device == "cpu" for event in events)
 
 
 def _are_graded(events: Sequence[Event]) -> bool:
@@ -440,13 +496,3 @@ def _settled(events: Sequence[Event], config: RunConfig) -> list[Event]:
 def _busy(events: Sequence[Event], is_counted: Callable[[Span], bool]) -> list[Interval]:
     spans = [event for event in events if isinstance(event, Span) and is_counted(event)]
     return merge_intervals((span.at - span.seconds, span.at) for span in spans)
-
-
-def _share(busy: Sequence[Interval], begin: float, end: float) -> float:
-    """Of this stretch of time, the part in which something was busy."""
-    covered = 0.0
-    for number in range(max(0, bisect_left(busy, (begin, begin)) - 1), len(busy)):
-        if busy[number][0] >= end:
-            break
-        covered += max(0.0, min(end, busy[number][1]) - max(begin, busy[number][0]))
-    return min(1.0, covered / max(1e-12, end - begin))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 MAX_RATIO = 16.0  # of a slowdown; the search for it ends there
 ROUNDS = 5
+UNDISTURBED = 0.1  # of the spans: so many are taken to have had the device for themselves
 MIN_EXPECTED = 1e-3  # of the mean seconds of a span
 
 
@@ -36,6 +37,21 @@ def fit_costs(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers) -> Fit
         expected_N = columns_NP @ np.array(fit.values) * slower(fit.ratio, shares_N)
         expected_N = np.maximum(expected_N, MIN_EXPECTED * seconds_N.mean())
     return fit
+
+
+def fit_with(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers, ratio: float) -> Fit:
+    """As `fit_costs`, with a ratio that is known from elsewhere."""
+    fit = fit_costs(columns_NP * slower(ratio, shares_N)[:, None], seconds_N, np.zeros_like(seconds_N))
+    return Fit(fit.values, fit.errors, ratio, 0.0)
+
+
+def fit_alone(columns_NP: Numbers, seconds_N: Numbers) -> Fit:
+    """The costs of the spans that nothing disturbed: those of all, times what the fastest tenth took of what they should have
+    taken. Whatever slows the others, it is not in the costs."""
+    fit = fit_costs(columns_NP, seconds_N, np.zeros_like(seconds_N))
+    expected_N = np.maximum(columns_NP @ np.array(fit.values), MIN_EXPECTED * seconds_N.mean())
+    factor = float(np.quantile(seconds_N / expected_N, UNDISTURBED))
+    return Fit([factor * one for one in fit.values], [factor * one for one in fit.errors], 1.0, 0.0)
 
 
 def _fit_weighted(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers, weight_N: Numbers) -> Fit:

@@ -45,7 +45,7 @@ from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimDriver, SimEnvironment, by_prompt
 from millstream.sim.learner import SimCritic, SimFollower, SimLearner, SimScorer
 from millstream.sim.meter import DecodeMeter
-from millstream.sim.sharing import GpuSharing
+from millstream.sim.sharing import Sharing
 from millstream.store.memory import MemoryStore
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
@@ -207,8 +207,8 @@ class _SimRun:
         self._sim = sim
         self._draws = draws
         self._sink = sink
-        self._sharing = GpuSharing(slowdown=sim.decode_slowdown, keep=sim.learner_keep)
-        self._driver = SimDriver()
+        self._sharing = Sharing(slowdown=sim.decode_slowdown, keep=sim.learner_keep, cores=sim.cores)
+        self._driver = SimDriver(None if sim.cores is None else self._sharing)
         self._engines: dict[str, SimEngine] = {}  # the newest of each name
         self.ended_at = 0.0
         self.version = 0

@@ -206,6 +206,9 @@ class SimConfig(Struct, frozen=True, kw_only=True):
     """How many times as long a decode step takes while the learner works. 1: engines have GPUs of their own."""
     learner_keep: float = 1.0
     """The share of its rate that the learner keeps while an engine decodes. 1: it has GPUs of its own."""
+    cores: float | None = None
+    """Of a CPU that engines, the learner and the driver share, each of which takes one while it works. Not a whole number: what
+    else they share (memory, Python's lock) slows them as well. None: each has what it needs."""
     train_tokens_per_s: float = 104_000.0
     """Of one rank, forward and backward; a learner of n ranks has n times as many."""
     train_step_s: float = 0.1
@@ -246,6 +249,8 @@ class SimConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("prompt_tokens and cache_tokens must be at least 1")
         if self.decode_slowdown < 1 or not 0 < self.learner_keep <= 1:
             raise ValueError("decode_slowdown must be at least 1, learner_keep above 0 and at most 1")
+        if self.cores is not None and self.cores < 1:
+            raise ValueError(f"cores = {self.cores:g}: expected at least 1")
         if self.lengths.kind == "fixed" and not self.lengths.mean:
             raise ValueError("lengths.mean must be above 0")
 

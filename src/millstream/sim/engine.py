@@ -24,7 +24,7 @@ from millstream.sim.costs import Costs
 from millstream.sim.draws import Draw, constant, uniform
 from millstream.sim.meter import DecodeMeter
 from millstream.sim.pace import Pace
-from millstream.sim.sharing import GpuSharing
+from millstream.sim.sharing import Sharing
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 UP_TO_100, FREE = uniform(1, 100), constant(0.0)
@@ -52,7 +52,7 @@ class SimEngine:
         seed: int = 0,
         news_s: float | None = None,
         has_prefix_cache: bool = False,
-        sharing: GpuSharing | None = None,
+        sharing: Sharing | None = None,
         meter: DecodeMeter | None = None,
     ) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class SimEngine:
         self._jobs: dict[RequestKey, SimRequest] = {}
         self._waiting: deque[SimRequest] = deque()
         self._pace = Pace()
-        self._sharing = GpuSharing() if sharing is None else sharing
+        self._sharing = Sharing() if sharing is None else sharing
         self._sharing.listeners.append(self._turn)
         self._meter = meter
         self._timer: asyncio.TimerHandle | None = None
@@ -218,15 +218,12 @@ class SimEngine:
         self._preempt(position)
         self._admit(now, position)
         num_running, step_s = len(self._batch), self._costs.step_s
-        held, is_busy, slower = (
-            self._batch.held(position),
-            num_running > 0 and not self._is_paused,
-            self._sharing.slowdown,
-        )
+        held, is_busy = self._batch.held(position), num_running > 0 and not self._is_paused
+        self._sharing.set_decoding(self.name, is_busy)
+        slower = self._sharing.slowdown
         slope = self._costs.of_step(num_running, held) / step_s
         bend = self._costs.context_token_s * num_running / step_s**2
         self._pace.change(now, slope=slower * slope, bend=slower * bend)
-        self._sharing.set_decoding(self.name, is_busy)
         if self._meter is not None:
             tokens = self._batch.num_sampled(position)
             self._meter.begin(now, position, held, is_busy=is_busy, tokens=tokens, prompt=self.num_computed)

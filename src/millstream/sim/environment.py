@@ -12,6 +12,7 @@ from millstream.env import Context
 from millstream.errors import EnvironmentFailed
 from millstream.seeds import derive_seed
 from millstream.sim.draws import Draw, constant
+from millstream.sim.sharing import Sharing
 from millstream.types import Task
 
 FREE = constant(0.0)
@@ -27,18 +28,33 @@ class SimFailure(StrEnum):
 
 
 class SimDriver:
-    """The event loop of a driver: first come, first served. `busy_s`: how long it has worked."""
+    """The event loop of a driver: first come, first served. `busy_s`: how long it has worked. `sharing`: cores that it shares
+    with engines and the learner; None: it has one of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        self._sharing = sharing
+        self._is_free = asyncio.Lock()
+        self._num_jobs = 0
         self._free_at = 0.0
         self.busy_s = 0.0
 
     async def work(self, seconds: float) -> None:
-        if seconds:
+        if not seconds:
+            return
+        self.busy_s += seconds
+        if self._sharing is None:
             now = asyncio.get_running_loop().time()
             self._free_at = max(self._free_at, now) + seconds
-            self.busy_s += seconds
             await asyncio.sleep(self._free_at - now)
+            return
+        self._num_jobs += 1
+        try:
+            async with self._is_free:
+                await self._sharing.drive(seconds)
+        finally:
+            self._num_jobs -= 1
+            if not self._num_jobs:
+                self._sharing.stop_driving()
 
 
 class SimEnvironment:

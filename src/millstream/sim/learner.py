@@ -11,7 +11,7 @@ import numpy as np
 
 from millstream.seeds import derive_seed
 from millstream.sim.draws import Draw, constant
-from millstream.sim.sharing import GpuSharing
+from millstream.sim.sharing import Sharing
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
 TENTH = constant(0.1)
@@ -36,12 +36,12 @@ class SimLearner:
         step_s: Draw = TENTH,
         publish_s: float = 0.0,
         seed: int = 0,
-        sharing: GpuSharing | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._token_s = token_s
         self._step_s = step_s
         self._publish_s = publish_s
-        self._sharing = GpuSharing() if sharing is None else sharing
+        self._sharing = Sharing() if sharing is None else sharing
         self._rng = random.Random(derive_seed(seed, "learner"))
         self.num_rows = 0
 
@@ -64,8 +64,7 @@ class SimLearner:
         return [np.zeros(int(row.loss_mask.sum()), dtype=np.float32) for row in rows]
 
     async def weights(self) -> Weights:
-        if self._publish_s:
-            await asyncio.sleep(self._publish_s)
+        await self._sharing.train(self._publish_s)
         return {"num_rows": self.num_rows}
 
     async def snapshot(self) -> SimSnapshot:
