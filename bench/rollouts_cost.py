@@ -6,8 +6,7 @@ and the bytes that a rollout takes.
 The demo: runs alternate, each in a process of its own, beginning with the same warmed-up model; medians, and the ratios of
 neighbours with their medians. The first fifth of the steps is left out.
 
-With --cell, a cell of `bench/end_to_end.py` instead, in this process, one after the other: on a GPU the shape of 474M
-parameters with 512 rollouts a step.
+With --cell, a cell of `bench/end_to_end.py` instead: on a GPU the shape of 474M parameters with 512 rollouts a step.
 
     .venv/bin/python bench/rollouts_cost.py [--json] [--smoke] [--steps 200] [--repeat 5]
     .venv/bin/python bench/rollouts_cost.py --cell 474M-geometric-512/2 --repeat 3 --seconds 40 [--folder runs/end-to-end]
@@ -94,8 +93,13 @@ def one_run(which: str, model: str, options: argparse.Namespace) -> Measured:
         )
 
 
+def measure_here(which: str, model: str, options: argparse.Namespace) -> Measured:
+    return one_cell(which, options) if options.cell else one_run(which, model, options)
+
+
 def in_a_process(which: str, model: str, options: argparse.Namespace) -> Measured:
     words = [sys.executable, __file__, "--one", which, "--model", model, f"--steps={options.steps}"]
+    words += [f"--cell={options.cell}", f"--seconds={options.seconds}", f"--folder={options.folder}"]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     return Measured(*json.loads(done.stdout.splitlines()[-1]))
 
@@ -124,13 +128,13 @@ def one_cell(which: str, options: argparse.Namespace) -> Measured:
 
 
 def alternate(options: argparse.Namespace) -> dict[str, list[Measured]]:
-    measure = one_run if options.smoke else in_a_process
+    measure = measure_here if options.smoke else in_a_process
     found: dict[str, list[Measured]] = {"on": [], "off": []}
     with tempfile.TemporaryDirectory() as folder:
         model = "" if options.cell else warm_up(Path(folder) / "warm", is_smoke=options.smoke)
         for number in range(options.repeat):
             for which in ("on", "off") if number % 2 else ("off", "on"):
-                last = one_cell(which, options) if options.cell else measure(which, model, options)
+                last = measure(which, model, options)
                 found[which].append(last)
                 say(
                     f"{which}: processors {last.processor:.3f}, {last.rollouts_per_s:.1f} rollouts/s, the writer "
@@ -173,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse(argv)
     if options.one is not None:
-        print(json.dumps(one_run(options.one, options.model, options)))
+        print(json.dumps(measure_here(options.one, options.model, options)))
         return
     publish(rows_of(alternate(options), options), options)
 
