@@ -101,6 +101,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
+    reasoning_content: Any = None
+    provider_specific_fields: Any = None  # LiteLLM's, which it sends back: ignored
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -272,7 +274,7 @@ def _chat(body: ChatBody) -> tuple[Message, ...]:
 
 def _message(number: int, message: ChatMessage) -> Message:
     where = f"messages[{number}]"
-    for name in ("refusal", "annotations", "audio", "function_call"):
+    for name in ("refusal", "annotations", "audio", "function_call", "reasoning_content"):
         if getattr(message, name):
             raise BadRequest(f"{where}.{name} is not supported here: leave it out", f"{where}.{name}")
     if message.role == TOOLS_ROLE:

@@ -198,6 +198,8 @@ def _after(part: SessionPart, prompt: PromptInput, text: Text) -> Sequence[int] 
     """The tokens of a prompt that continues this part; None if it does not."""
     if isinstance(prompt, str):
         is_next = isinstance(part.content, str) and prompt.startswith(part.content) and len(prompt) > len(part.content)
+        if part.last.finish is Finish.STOP:
+            return None  # an end token is no part of its text: the model would see it in the middle
         return (*part.token_ids, *text.encode(prompt[len(part.content) :])) if is_next else None
     if prompt[: len(part.token_ids)] == part.token_ids:
         return [one for one in prompt if isinstance(one, int)]
