@@ -63,7 +63,7 @@ def test_a_stream_adds_up_to_the_response() -> None:
         with client.responses.stream(model="tiny", input="2+2?", tools=TOOLS) as stream:
             text, call = stream.get_final_response().output
         assert text.type == "message" and call.type == "function_call"
-        assert (text.content[0].text, call.name, json.loads(call.arguments)) == ("so:", "add", {"a": 1, "b": 3})  # type: ignore[union-attr]
+        assert (text.content[0].text, call.name, json.loads(call.arguments)) == ("so:", "add", {"a": 1, "b": 3})
         with client.responses.stream(model="tiny", input="2+2?", tools=TOOLS) as stream:
             assert [item.type for item in stream.get_final_response().output] == ["function_call"]
 

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import TemplateError
 from msgspec import Struct, field
@@ -25,8 +25,7 @@ NOT_SHOWN = (
     "the chat has {what}, and the model's chat template does not show them: the model would never see them. Use a model whose "
     "template does, or change the data"
 )
-HIDDEN = "\ue000{}\ue001"
-"""Stands for the text of a control token, by its number, between `render` and `encode`."""
+CUT = "\ufdd0"  # no character: where `render` has cut the name of a control token, which `encode` then reads as text
 MAX_CHARACTERS_KEPT = 256  # of a text that is kept with its tokens
 
 
@@ -58,23 +57,14 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         """Short texts are kept: environments say the same ones again and again."""
         found = self._encoded.get(text)
         if found is None:
-            found = self._tokens(text)
+            pieces = text.split(CUT)
+            found = [token for one in pieces for token in self.tokenizer(one, add_special_tokens=False).input_ids]
             self._warn_of_unknown(text, found)
             if len(text) <= MAX_CHARACTERS_KEPT:
                 if len(self._encoded) >= MAX_PROMPTS_KEPT:
                     self._encoded.clear()
                 self._encoded[text] = found
         return found.copy()
-
-    def _tokens(self, text: str) -> list[int]:
-        """Text that `render` has hidden is encoded as text."""
-        pieces = _control_tokens(self.tokenizer).hidden.split(text) if HIDDEN[0] in text else [text]
-        found: list[int] = []
-        for place, piece in enumerate(pieces):
-            is_hidden = place % 2 == 1
-            piece = self.tokenizer.decode([int(piece)]) if is_hidden else piece
-            found += self.tokenizer(piece, add_special_tokens=False, split_special_tokens=is_hidden).input_ids
-        return found
 
     def opening(self, content: Content) -> list[int]:
         """Kept: the check before the run, or the first member of a group, encodes it."""
@@ -114,8 +104,8 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         """As the template reads it. The name of a control token in a tool's result is text: it does not end the turn."""
         found = message.as_dict()
         if message.role == "tool":
-            control = _control_tokens(self.tokenizer)
-            found["content"] = control.names.sub(lambda name: HIDDEN.format(control.ids[name[0]]), message.content)
+            names = _control_tokens(self.tokenizer)
+            found["content"] = names.sub(lambda name: f"{name[0][0]}{CUT}{name[0][1:]}", message.content)
         return found
 
     def _rendered(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
@@ -149,17 +139,8 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         return str(self.tokenizer.decode(tokens, skip_special_tokens=not is_raw))
 
 
-class ControlTokens(NamedTuple):
-    """The special tokens of a tokenizer, such as the end of a turn."""
-
-    ids: dict[str, int]
-    names: re.Pattern[str]
-    hidden: re.Pattern[str]  # the same, as `HIDDEN`
-
-
 @functools.lru_cache(maxsize=16)
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
-    ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    names = sorted(map(re.escape, ids), key=len, reverse=True)
-    hidden = HIDDEN.format(f"({'|'.join(map(str, ids.values())) or '(?!)'})")
-    return ControlTokens(ids, re.compile("|".join(names) or "(?!)"), re.compile(hidden))
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds the names of special tokens, such as the end of a turn."""
+    names = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")

@@ -57,7 +57,7 @@ class ToolServer:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST
 
         client = await self._connected()
         try:
