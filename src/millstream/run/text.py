@@ -25,7 +25,9 @@ NOT_SHOWN = (
     "the chat has {what}, and the model's chat template does not show them: the model would never see them. Use a model whose "
     "template does, or change the data"
 )
-CUT = "\ufdd0"  # no character: where `render` has cut the name of a control token, which `encode` then reads as text
+NAME_CUT = (
+    "\ufdd0"  # no character: where `render` has cut the name of a control token, which `encode` then reads as text
+)
 MAX_CHARACTERS_KEPT = 256  # of a text that is kept with its tokens
 
 
@@ -57,7 +59,7 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         """Short texts are kept: environments say the same ones again and again."""
         found = self._encoded.get(text)
         if found is None:
-            pieces = text.split(CUT)
+            pieces = text.split(NAME_CUT)
             found = [token for one in pieces for token in self.tokenizer(one, add_special_tokens=False).input_ids]
             self._warn_of_unknown(text, found)
             if len(text) <= MAX_CHARACTERS_KEPT:
@@ -105,7 +107,7 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         found = message.as_dict()
         if message.role == "tool":
             names = _control_tokens(self.tokenizer)
-            found["content"] = names.sub(lambda name: f"{name[0][0]}{CUT}{name[0][1:]}", message.content)
+            found["content"] = names.sub(lambda name: f"{name[0][0]}{NAME_CUT}{name[0][1:]}", message.content)
         return found
 
     def _rendered(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
