@@ -11,6 +11,7 @@ VLLM := .venv-vllm
 VERL := .peer-verl
 LOWEST := .venv-lowest
 TRACKERS := .venv-trackers
+MINI := .venv-mini
 # Chats and records, rewards, the model's passes against the library's, adapters, a run from Python, export and push.
 LOWEST_TESTS := tests/env/test_records.py tests/env/test_foreign_rewards.py tests/env/test_dialog.py tests/model/test_compare.py \
 	tests/run/test_passed_data.py tests/run/test_push.py tests/learner/test_adapter_folders.py
@@ -20,7 +21,7 @@ LOWEST_TORCH ?= 2.11.0
 # them. So what is started here has to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-agents test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -49,6 +50,12 @@ test-lm-eval: $(VENV)/.installed-lm-eval
 # The environments of other libraries; without them their tests are skipped.
 test-envs: $(VENV)/.installed-envs
 	$(BIN)/pytest tests/env/test_adapters.py
+
+# Agents of other libraries; pydantic-ai and smolagents are also in `make test`. LiteLLM, which mini-swe-agent needs, wants an older
+# huggingface_hub: it has an environment of its own.
+test-agents: $(VENV)/.installed-agents $(MINI)/.installed
+	$(BIN)/pytest tests/serve/test_agent_libraries.py
+	PYTHONPATH="$$(echo $(MINI)/lib/python3*/site-packages)" $(BIN)/pytest tests/serve/test_agent_libraries.py -k 'mini or leaves_out'
 
 # W&B, TensorBoard, MLflow and trackio, offline; OpenTelemetry; Prometheus' parser; a terminal. Without them their tests are skipped.
 test-trackers: $(TRACKERS)/.installed
@@ -178,6 +185,15 @@ $(VENV)/.installed-ray: $(INSTALLED)
 
 $(VENV)/.installed-envs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,envs]'
+	touch $@
+
+$(VENV)/.installed-agents: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt openai-agents langgraph langchain-openai
+	touch $@
+
+$(MINI)/.installed:
+	test -x $(MINI)/bin/python || $(PYTHON) -m venv $(MINI)
+	$(MINI)/bin/pip install --quiet mini-swe-agent==2.4.6 mcp
 	touch $@
 
 # Trackers have an environment of their own: MLflow needs an older pyarrow, trackio an older Pillow.

@@ -16,7 +16,7 @@ from millstream.env.config import EnvironmentConfig
 from millstream.env.games.lookup import Lookup
 from millstream.env.resolve import find_environment
 from millstream.errors import ConfigError, EnvironmentFailed
-from support.agents import Model, play
+from support.agents import Model, play, play_several
 
 ROOT = Path(__file__).parents[2]
 AGENT = '''
@@ -39,6 +39,12 @@ async def asolve(task, access):
     c = client(access, AsyncOpenAI)
     found = await c.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.prompt}])
     return found.choices[0].message.content
+
+def texts(task, access):
+    """Completions of text, each after what was said before."""
+    c = client(access)
+    more = lambda prompt, **stop: prompt + c.completions.create(model="policy", prompt=prompt, max_tokens=20, **stop).choices[0].text
+    return more(more("one:") + " two:")
 
 def number(task, access):
     say(client(access), [{"role": "user", "content": "a"}])
@@ -163,6 +169,13 @@ def test_other_conversations_and_other_continuations_are_parts_of_their_own(own:
     assert said == ["firstthird", "second", "fourth"], "every sampled token is trained in one part only"
     shown = [model.text.decode(part.tokens.tolist()) for part in parts]
     assert "go on" in shown[0] and "worker" in shown[1] and "first" in shown[2] and "or not" in shown[2]
+
+
+def test_text_that_continues_after_an_end_token_is_a_part_of_its_own(own: str) -> None:
+    model = Model("a", "b")
+    parts = play({"function": f"{own}:texts"}, model).parts
+    assert [model.text.decode(part.tokens[part.loss_mask].tolist()) for part in parts] == ["a", "b"]
+    assert model.text.end_token not in model.requests[1].tokens, "the agent's text has no end token"
 
 
 def test_calls_of_tools_stay_in_their_part(own: str) -> None:
@@ -294,6 +307,13 @@ def test_an_agent_that_goes_wrong_is_a_failed_rollout_by_name(own: str, name: st
 
 def test_an_agent_that_hangs_fails_when_its_time_between_two_turns_is_up(own: str) -> None:
     assert "took longer than 0.5 s between two turns" in failure({"function": f"{own}:hangs"}, step_timeout_s=0.5)
+
+
+def test_waiting_for_a_thread_is_not_the_agents_time(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.serve.agents.environment.MAX_THREADS", 1)
+    model = Model(turn_s=1.5)  # the model's time does not count, so that each agent needs next to nothing
+    played = play_several(3, {"function": f"{own}:number"}, model, step_timeout_s=1.0)
+    assert [result.failure for result in played] == [None] * 3
 
 
 # ---- who may call ------------------------------------------------------------------------------------------------------

@@ -21,16 +21,17 @@ from support.talk import HERMES, text_with
 class Model:
     """Says what is written here, and keeps what it was sent."""
 
-    def __init__(self, *says: str, room: int = 10_000) -> None:
+    def __init__(self, *says: str, room: int = 10_000, turn_s: float = 0.0) -> None:
         self.text = text_with(HERMES)
         self.requests: list[Request] = []
         self._says = iter(says)
         self._room = room
+        self._turn_s = turn_s
 
     async def generate(self, request: Request) -> Completion:
         if len(request.tokens) > self._room:
             raise RequestRefused("no room")
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._turn_s)
         self.requests.append(request)
         tokens = (*self.text.encode(next(self._says, "4")), self.text.end_token)[: request.sampling.max_tokens]
         finish = Finish.STOP if tokens[-1] == self.text.end_token else Finish.LENGTH
@@ -38,7 +39,13 @@ class Model:
         return Completion(tokens=tokens, logprobs=zeros, versions=(3,) * len(tokens), finish=finish)
 
 
-def play(
+def play(args: dict[str, Any], model: Model, **more: Any) -> EpisodeResult:
+    (result,) = play_several(1, args, model, **more)
+    return result
+
+
+def play_several(
+    num: int,
     args: dict[str, Any],
     model: Model,
     *,
@@ -46,19 +53,22 @@ def play(
     max_parts: int = 8,
     task: Task | None = None,
     **config: Any,
-) -> EpisodeResult:
+) -> list[EpisodeResult]:
+    """Members of one group, at once."""
     kind = find_environment(convert({"use": "agent", "args": args, **config}, EnvironmentConfig, where="environment"))
     task = task or Task(id="1", prompt="2+2=", answer="4")
 
-    async def program() -> EpisodeResult:
+    async def program() -> list[EpisodeResult]:
         scorer = CompletionScorer([(exact_match, RewardConfig())])
-        ends, num = (model.text.end_token,), len(model.text.tokenizer)
-        played = kind.environment or make_agent(kind.config, model.text, scorer, end_tokens=ends, vocabulary=num)
+        ends, size = (model.text.end_token,), len(model.text.tokenizer)
+        played = kind.environment or make_agent(kind.config, model.text, scorer, end_tokens=ends, vocabulary=size)
         environments = Environments([Hosted(kind, played, model.text)])
         sampling = Sampling(max_tokens=256)
         player = Player(environments, sampling, run_seed=0, role="train", max_parts=max_parts)
         try:
-            return await player.play(task, RequestKey(group_id=0, member=0), model.generate, limit=Limit(limit_s))
+            keys = [RequestKey(group_id=0, member=member) for member in range(num)]
+            plays = [player.play(task, key, model.generate, limit=Limit(limit_s)) for key in keys]
+            return await asyncio.gather(*plays)
         finally:
             await environments.close()
 

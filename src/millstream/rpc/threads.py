@@ -9,13 +9,30 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 Job = tuple[Callable[[], Any], "asyncio.Future[Any]", asyncio.AbstractEventLoop]
 CLOSE_S = 10.0
+
+
+class CallTimeout(TimeoutError):
+    """A call took longer than its limit. A `TimeoutError` that the call itself raises is none."""
+
+
+@asynccontextmanager
+async def call_limit(timeout_s: float | None) -> AsyncIterator[None]:
+    """Raises `CallTimeout` when the time is up."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise CallTimeout(f"longer than {timeout_s:g} s") from error
 
 
 class DaemonThreads:
@@ -34,7 +51,7 @@ class DaemonThreads:
         self._lock = threading.Lock()
 
     async def call(self, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Returns what the function returns, raises what it raises; `TimeoutError` if it takes longer, from its start."""
+        """Returns what the function returns, raises what it raises; `CallTimeout` if it takes longer, from its start."""
         async with self._free:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[T] = loop.create_future()
@@ -45,7 +62,7 @@ class DaemonThreads:
                 self._threads.append(threading.Thread(target=self._work, daemon=True, name=self._name))
                 self._threads[-1].start()
             self._jobs.put((function, done, loop))
-            async with asyncio.timeout(timeout_s):
+            async with call_limit(timeout_s):
                 return await done
 
     async def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,9 @@ MAX_PROMPTS_KEPT = 32_768
 NOT_SHOWN = (
     "the chat has {what}, and the model's chat template does not show them: the model would never see them. Use a model whose "
     "template does, or change the data"
+)
+NAME_CUT = (
+    "\ufdd0"  # no character: where `render` has cut the name of a control token, which `encode` then reads as text
 )
 MAX_CHARACTERS_KEPT = 256  # of a text that is kept with its tokens
 
@@ -54,7 +59,8 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         """Short texts are kept: environments say the same ones again and again."""
         found = self._encoded.get(text)
         if found is None:
-            found = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+            pieces = text.split(NAME_CUT)
+            found = [token for one in pieces for token in self.tokenizer(one, add_special_tokens=False).input_ids]
             self._warn_of_unknown(text, found)
             if len(text) <= MAX_CHARACTERS_KEPT:
                 if len(self._encoded) >= MAX_PROMPTS_KEPT:
@@ -77,7 +83,7 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
     def render(self, messages: Sequence[Message]) -> str:
         if not self.tokenizer.chat_template:
             raise DataError(NO_TEMPLATE)
-        chat = [message.as_dict() for message in messages if message.role != TOOLS_ROLE]
+        chat = [self._dict(message) for message in messages if message.role != TOOLS_ROLE]
         tools = [tool for one in messages if one.role == TOOLS_ROLE for tool in json.loads(one.content)]
         try:
             rendered = self._rendered(chat, tools)
@@ -95,6 +101,14 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         except (TemplateError, TypeError) as error:  # a template may add what cannot be added
             roles = ", ".join(message.role for message in messages)
             raise DataError(f"the model's chat template refuses a chat of {roles}: {error}") from error
+
+    def _dict(self, message: Message) -> dict[str, Any]:
+        """As the template reads it. The name of a control token in a tool's result is text: it does not end the turn."""
+        found = message.as_dict()
+        if message.role == "tool":
+            names = _control_tokens(self.tokenizer)
+            found["content"] = names.sub(lambda name: f"{name[0][0]}{NAME_CUT}{name[0][1:]}", message.content)
+        return found
 
     def _rendered(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
         """Without tools the template gets None: some write that there are tools for any list."""
@@ -125,3 +139,10 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
 
     def decode(self, tokens: Sequence[int], *, is_raw: bool = False) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=not is_raw))
+
+
+@functools.lru_cache(maxsize=16)
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds the names of special tokens, such as the end of a turn."""
+    names = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 from msgspec import Struct, structs
 
 from millstream import imports
@@ -22,7 +23,7 @@ from millstream.errors import EnvironmentFailed, WorkerExited
 from millstream.rpc.call import Remote
 from millstream.rpc.pool import WorkerPool
 from millstream.rpc.process import Launcher, LocalLauncher
-from millstream.rpc.threads import DaemonThreads
+from millstream.rpc.threads import CallTimeout, DaemonThreads, call_limit
 
 TOOL_WORKER = "millstream.env.tools.worker:serve_tool"
 MAX_THREADS = 128
@@ -64,7 +65,7 @@ class FunctionTool:
         bound = functools.partial(self._function, **bound_arguments(self._known, arguments))
         if self._threads is not None:
             return await self._threads.call(bound, timeout_s=self.config.timeout_s)
-        async with asyncio.timeout(self.config.timeout_s):
+        async with call_limit(self.config.timeout_s):
             return await bound()
 
 
@@ -84,13 +85,20 @@ class WorkerTool:
     async def call(self, arguments: Mapping[str, Any]) -> Any:
         bound_arguments(self._known, arguments)  # raises here what is wrong with them
         try:
-            async with self._pool.worker() as worker, asyncio.timeout(self.config.timeout_s):
+            async with self._pool.worker() as worker, call_limit(self.config.timeout_s):
                 reply: ToolReply = await asyncio.wrap_future(worker.call(ToolRequest(dict(arguments)), ToolReply))
+        except CallTimeout:
+            raise
+        except TimeoutError as error:
+            raise ToolFailed(f"its worker was not ready within {START_S:g} s") from error
         except WorkerExited as error:
             raise ToolFailed(str(error)) from error
         if reply.failure:
             raise ToolFailed(reply.failure)
         return reply.text
+
+    async def close(self) -> None:
+        await self._pool.close()
 
 
 class ToolSetup(Struct, frozen=True, kw_only=True):
@@ -127,7 +135,7 @@ def result_text(value: Any, max_characters: int) -> str:
         raise ToolFailed(f"it returned {len(value):,} bytes, and not text")
     if not isinstance(value, str):
         try:
-            value = msgspec.json.encode(value).decode() if value is not None else ""
+            value = msgspec.json.encode(value, enc_hook=_plain).decode() if value is not None else ""
         except (TypeError, ValueError) as error:
             raise ToolFailed(f"it returned a {type(value).__name__}, which is not text or plain data") from error
     more = len(value) - max_characters
@@ -135,11 +143,18 @@ def result_text(value: Any, max_characters: int) -> str:
     return text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
 
 
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(type(value).__name__)
+
+
 def failure_text(error: BaseException, config: ToolConfig) -> str:
     """What the model sees of a call that failed."""
     if isinstance(error, ToolFailed):
         return str(error)
-    if isinstance(error, TimeoutError):
+    if isinstance(error, CallTimeout):
         return f"it took longer than {config.timeout_s:g} s"
     text = f"{type(error).__name__}: {str(error)[: config.max_characters]}"
     return text.encode("utf-8", "replace").decode()

@@ -15,6 +15,7 @@ from typing import Any
 from millstream.env.tools.call import ToolFailed
 from millstream.env.tools.config import ToolConfig
 from millstream.errors import ConfigError, shown
+from millstream.rpc.threads import CallTimeout, call_limit
 
 START_S = 60.0
 
@@ -55,13 +56,21 @@ class ToolServer:
         return found
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST
+
         client = await self._connected()
         try:
-            async with asyncio.timeout(self.config.timeout_s):
+            async with call_limit(self.config.timeout_s):
                 result = await client.call_tool(name, dict(arguments))
-        except TimeoutError:
+        except CallTimeout:
             raise
-        except Exception as error:  # of the protocol, or the server was lost: the next call starts it again
+        except MCPError as error:
+            if error.code not in (CONNECTION_CLOSED, INVALID_REQUEST):  # else it was lost, or has lost the connection
+                raise ToolFailed(shown(error.message)) from error
+            await self._disconnect()
+            raise ToolFailed(f"its server: {_reason(error)}") from error
+        except Exception as error:  # the server was lost: the next call starts it again
             await self._disconnect()
             raise ToolFailed(f"its server: {_reason(error)}") from error
         text = "\n".join(_text(block) for block in result.content)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from millstream.env.tools.call import FunctionTool, Tool, configured_tool, failure_text, result_text
+from millstream.env.tools.call import FunctionTool, Tool, WorkerTool, configured_tool, failure_text, result_text
 from millstream.env.tools.config import ToolConfig
 from millstream.env.tools.parse import InvalidCall, ToolCall
 from millstream.env.tools.servers import ToolServer
@@ -62,8 +62,12 @@ class ToolSet:
             return f"Error: {call.name}: {failure_text(error, tool.config)}"
 
     async def close(self) -> None:
+        """End the MCP servers and the worker processes."""
         for server in self._servers:
             await server.close()
+        for tool in self._tools.values():
+            if isinstance(tool, WorkerTool):
+                await tool.close()
 
 
 def configured_tools(configs: Sequence[str | ToolConfig], launcher: Launcher | None = None) -> ToolSet:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from millstream import imports
@@ -13,7 +14,7 @@ from millstream.env import Context, Text
 from millstream.env.agent import agent_config
 from millstream.env.config import EnvironmentConfig
 from millstream.env.rewards import CompletionScorer
-from millstream.env.rewards.call import finite_number
+from millstream.env.rewards.call import finite_number, is_coroutine
 from millstream.env.tools import AUTO, parser_named
 from millstream.errors import EnvironmentFailed, RolloutError, shown
 from millstream.rpc.threads import DaemonThreads
@@ -58,14 +59,32 @@ class AgentEnvironment:
         self._command = agent.command
         self._function: Callable[..., Any] | None = imports.load_function(agent.function) if agent.function else None
         self._score: Callable[..., Any] | None = imports.load_function(agent.score) if agent.score else None
+        self._is_threaded = self._function is not None and not is_coroutine(self._function)
+        self._free_threads = asyncio.Semaphore(MAX_THREADS)
         self._places = AgentPlaces()
         self._threads = DaemonThreads(f"agents of {self._name}", most=MAX_THREADS)
 
     async def rollout(self, context: Context) -> float:
-        async with self._places.folder() as folder, self._gateway.opened(context) as session:
+        async with (
+            self._thread(context),
+            self._places.folder() as folder,
+            self._gateway.opened(context) as session,
+        ):
             access = AgentAccess(base_url=session.url, api_key=session.key, model=MODEL, folder=folder)
             result = await self._result(context, session, access)
             return await self._reward(context, result)
+
+    @asynccontextmanager
+    async def _thread(self, context: Context) -> AsyncIterator[None]:
+        """Waiting for the threads of other agents is not this agent's time."""
+        if not self._is_threaded:
+            yield
+            return
+        await context.waiting("a thread for the agent", self._free_threads.acquire(), is_timed=False)
+        try:
+            yield
+        finally:
+            self._free_threads.release()
 
     async def _result(self, context: Context, session: AgentSession, access: AgentAccess) -> AgentResult:
         """Run the program, and generate its turns in this task."""

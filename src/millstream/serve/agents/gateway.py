@@ -36,6 +36,9 @@ ENDED = "the rollout of this key has ended"
 MANY = 1 << 20
 LIMITS = SessionLimits(sessions=MANY, idle_s=float(1 << 30), tokens=1 << 40, all_tokens=1 << 50)
 """The rollout bounds its session: in time, calls and tokens."""
+PATIENT = HttpLimits(headers_s=3600.0, stall_s=3600.0)
+"""An agent may think between two calls of one connection, and be slow to read. A client that loses its connection calls
+again, which begins a part."""
 
 
 class AgentCall:
@@ -177,7 +180,7 @@ class AgentGateway(ModelService):
                 0,
                 token=None,
                 max_requests=MANY,
-                limits=HttpLimits(),
+                limits=PATIENT,
                 on_ready=self._ready.set_result,
                 handles_signals=False,
             )

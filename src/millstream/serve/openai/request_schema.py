@@ -101,6 +101,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
+    reasoning_content: Any = None
+    provider_specific_fields: Any = None  # LiteLLM's, which it sends back: ignored
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -140,6 +142,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+class ResponseInput(Struct, frozen=True, kw_only=True):
+    """A call of the Responses API, as later calls of its session refer to it."""
+
+    id: str
+    previous_id: str | None
+    messages: tuple[Message, ...]  # its own, without those of the previous response
+
+
 class CompletionRequest(Struct, frozen=True, kw_only=True):
     prompts: tuple[PromptInput, ...]
     is_list: bool  # whether a list of prompts was sent, even of one
@@ -160,11 +170,12 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     num_sampled: int = 0
     has_tools: bool = False  # answers may have calls of tools
     is_echoed: bool = False  # the prompt is part of the answer, with its log-probabilities
+    response: ResponseInput | None = None  # kept in the session
 
 
 def parse_request(body: CompletionBody | ChatBody, *, session_id: str | None) -> CompletionRequest:
     """Raises `BadRequest` for what is not supported or out of range."""
-    _check_neutral(body)
+    check_neutral(body, NEUTRAL)
     prompts = (_chat(body),) if isinstance(body, ChatBody) else _prompts(body.prompt)
     num_choices = _within("n", 1 if body.n is None else body.n, 1, MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
@@ -213,9 +224,12 @@ def _extensions(body: CompletionBody | ChatBody) -> dict[str, Any]:
     return {"top_k": top_k, "stop_tokens": stops, "num_sampled": num_sampled, "is_echoed": bool(body.echo)}
 
 
-def _check_neutral(body: CompletionFields) -> None:
-    for name, values in NEUTRAL.items():
+def check_neutral(body: Struct, neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Raises `BadRequest` for a parameter with another value than those without an effect."""
+    for name, values in neutral.items():
         value = getattr(body, name, None)
+        if isinstance(value, dict):
+            value = {key: one for key, one in value.items() if one is not None}
         if value is not None and value not in values:
             raise BadRequest(f"{name} = {value!r} is not supported here: leave {name} out"[:400], name)
 
@@ -260,7 +274,7 @@ def _chat(body: ChatBody) -> tuple[Message, ...]:
 
 def _message(number: int, message: ChatMessage) -> Message:
     where = f"messages[{number}]"
-    for name in ("refusal", "annotations", "audio", "function_call"):
+    for name in ("refusal", "annotations", "audio", "function_call", "reasoning_content"):
         if getattr(message, name):
             raise BadRequest(f"{where}.{name} is not supported here: leave it out", f"{where}.{name}")
     if message.role == TOOLS_ROLE:
@@ -272,7 +286,8 @@ def _message(number: int, message: ChatMessage) -> Message:
     if message.tool_calls:
         fields["tool_calls"] = [_tool_call(one, f"{where}.tool_calls") for one in message.tool_calls]
     more = json.dumps(fields, sort_keys=True) if fields else ""
-    return Message(role=message.role, content=_content(message, where), fields=more)
+    role = "system" if message.role == "developer" else message.role  # its newer name, which few templates know
+    return Message(role=role, content=_content(message, where), fields=more)
 
 
 def _content(message: ChatMessage, where: str) -> str:

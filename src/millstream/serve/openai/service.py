@@ -1,7 +1,8 @@
-"""A model over HTTP with OpenAI's API, and Anthropic's Messages API. See docs/serving.md.
+"""A model over HTTP with OpenAI's API (chats, completions, responses), and Anthropic's Messages API. See docs/serving.md.
 
     GET    /v1/models, /v1/models/NAME, /health                                           200
     POST   /v1/completions, /v1/chat/completions         complete, or a stream of events  200
+    POST   /v1/responses                                 the same by the Responses API    200
     POST   /v1/messages                                  the same by Anthropic's API      200
     POST   /v1/sessions                                  begin a session                  201
     GET    /v1/sessions/ID                               its tokens                       200
@@ -63,6 +64,7 @@ from millstream.serve.openai.response_schema import (
     json_response,
     stream_event,
 )
+from millstream.serve.openai.responses import ResponsesBody, ResponsesWriter, new_response_id, parse_responses
 from millstream.serve.openai.sessions import (
     SessionLimits,
     SessionPart,
@@ -78,7 +80,7 @@ from millstream.types import Request as EngineRequest
 B = TypeVar("B", CompletionBody, ChatBody)
 OnPiece = Callable[[int, TextPiece | None, Finish | None], None]  # index of the answer; its next text, or its end
 Answered = tuple[TextStream, Finish]
-AnswerWriter = ResponseWriter | MessageWriter
+AnswerWriter = ResponseWriter | ResponsesWriter | MessageWriter
 MakeWriter = Callable[[Sequence[Sequence[int]]], AnswerWriter]  # of the prompts' tokens
 LONG_PROMPT = 1 << 14  # characters
 
@@ -148,6 +150,7 @@ class ModelService:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
             Route("/v1/messages", self.message, methods=["POST"]),
             Route("/v1/sessions", self.begin_session, methods=["POST"]),
             Route("/v1/sessions/{session_id}", self.session, methods=["GET"]),
@@ -175,6 +178,16 @@ class ModelService:
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatBody)
+
+    async def respond(self, request: Request) -> Response:
+        """OpenAI's Responses API."""
+        body: ResponsesBody = await self._bodies.read(request, ResponsesBody)
+        session_id, response_id, model = self._session_id(request), new_response_id(), self._served.name
+        before = self._sessions.messages_until(session_id, body.previous_response_id)
+        parsed = parse_responses(body, before, session_id=session_id, response_id=response_id)
+        return await self._respond(
+            request, parsed, lambda prompts: ResponsesWriter(body, prompts[0], model=model, response_id=response_id)
+        )
 
     async def message(self, request: Request) -> Response:
         """Anthropic's Messages API."""
@@ -336,6 +349,8 @@ class ModelService:
         found = [task.result() for task in tasks]
         if generation.turn is not None:
             answer, finish = found[0]
+            if generation.call.response is not None:
+                self._sessions.keep_response(generation.turn.session_id, generation.call.response, answer.message())
             is_ended_by_model = answer.tokens[-1] in self._served.end_tokens
             self._on_part(
                 generation.turn,

@@ -15,13 +15,13 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from millstream.clock import Clock
 from millstream.env import Text
 from millstream.env.dialog import delta
 from millstream.serve.openai.detokenize import TextStream
-from millstream.serve.openai.request_schema import BadRequest, PromptInput
+from millstream.serve.openai.request_schema import BadRequest, PromptInput, ResponseInput
 from millstream.types import Completion, Finish, Message
 
 
@@ -61,6 +61,7 @@ class Turn(Struct, frozen=True, kw_only=True, eq=False):
 class Session:
     def __init__(self, used_at: float) -> None:
         self.parts: list[SessionPart] = []
+        self.responses: dict[str, ResponseInput] = {}  # with their answers, by id
         self.used_at = used_at
 
     @property
@@ -141,6 +142,29 @@ class Sessions:
         self._num_tokens += session.num_tokens
         return part
 
+    def keep_response(self, session_id: str, sent: ResponseInput, answer: Message) -> None:
+        """A later call may begin where this one has ended. Nothing is kept in a session that was deleted meanwhile."""
+        if session_id in self._sessions:
+            kept = structs.replace(sent, messages=(*sent.messages, answer))
+            self._sessions[session_id].responses[sent.id] = kept
+
+    def messages_until(self, session_id: str | None, response_id: str | None) -> list[Message]:
+        """The messages up to the answer of this response. Raises `BadRequest` if the session does not have it."""
+        turns: list[ResponseInput] = []
+        while response_id is not None:
+            known = {} if session_id is None else self.find(session_id).responses
+            if response_id not in known:
+                why = f"previous_response_id: no response {response_id[:64]!r} in this session"
+                why = (
+                    why
+                    if session_id
+                    else "previous_response_id needs a session: POST /v1/sessions, and send X-Session-Id"
+                )
+                raise BadRequest(why, "previous_response_id")
+            turns.append(known[response_id])
+            response_id = known[response_id].previous_id
+        return [message for turn in reversed(turns) for message in turn.messages]
+
     def _use(self, session_id: str, session: Session) -> None:
         session.used_at = self._clock.now()
         self._sessions.move_to_end(session_id)
@@ -174,6 +198,8 @@ def _after(part: SessionPart, prompt: PromptInput, text: Text) -> Sequence[int] 
     """The tokens of a prompt that continues this part; None if it does not."""
     if isinstance(prompt, str):
         is_next = isinstance(part.content, str) and prompt.startswith(part.content) and len(prompt) > len(part.content)
+        if part.last.finish is Finish.STOP:
+            return None  # an end token is no part of its text: the model would see it in the middle
         return (*part.token_ids, *text.encode(prompt[len(part.content) :])) if is_next else None
     if prompt[: len(part.token_ids)] == part.token_ids:
         return [one for one in prompt if isinstance(one, int)]
