@@ -8,33 +8,14 @@ from typing import Any
 
 import pytest
 
-from millstream.env.config import EnvironmentConfig
 from millstream.env.games import reasoning
 from millstream.env.games.gym_text import plain_text, read_action
 from millstream.env.registry import Environments, Hosted
-from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
+from millstream.env.resolve import make_tasks
 from millstream.errors import ConfigError, RequestRefused
 from millstream.types import Task
+from support.hosted import found, play
 from support.talk import CHATML, Scripted, text_with
-
-
-def found(use: str, **config: Any) -> EnvironmentKind:
-    return find_environment(EnvironmentConfig(use=use, **config))
-
-
-async def play(
-    kind: EnvironmentKind, task: Task, says: list[str], template: str | None = None
-) -> tuple[float, Scripted]:
-    text = text_with(template)
-    assert kind.environment is not None
-    environments = Environments([Hosted(kind, kind.environment, text)])
-    scripted = Scripted(text, says, task=task)
-    try:
-        reward = await environments.rollout(scripted.episode)
-    finally:
-        await environments.close()
-    return scripted.episode.finish(reward)[0].reward, scripted
-
 
 # ---- gymnasium -------------------------------------------------------------------------------------------------------
 

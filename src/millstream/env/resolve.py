@@ -30,7 +30,9 @@ BUILT_IN_ENVIRONMENTS = {
     "frozen_lake": "millstream.env.games.frozen_lake:FrozenLake",
     "gymnasium": "millstream.env.games.gym_text:GymText",
     "lookup": "millstream.env.games.lookup:Lookup",
+    "openenv": "millstream.env.games.openenv_server:OpenEnv",
     "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
+    "textarena": "millstream.env.games.arena:TextArena",
     "verifiers": "millstream.env.games.verifiers_env:Verifiers",
 }
 EXPECTED = (
