@@ -4,26 +4,31 @@ Everything that verifiers lets a model say goes through one client, which answer
 continues where the last one of its trace ended is a further turn of the same sequence, token by token; one whose history was
 rewritten begins a new part. Several roles are several agents, in the order in which the environment declares them.
 
-Roles are played by a plain chat loop in this process, without tools, unless the config gives them a harness of verifiers' own.
+Tools are verifiers' (`Toolset`, or a harness's own). The calls are read from the model's text, in the format of its chat
+template. Roles are played by a chat loop in this process, which makes the calls, unless the config names a harness.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from msgspec import Struct, field
 
 from millstream.env.base import Context
+from millstream.env.tools import MAX_ROUNDS, AssistantTurn, InvalidCall, ToolCall, parser_named, tool_call_fields
 from millstream.errors import ConfigError, EnvironmentFailed
-from millstream.types import Message, Task
+from millstream.types import TOOLS_ROLE, Message, Task
 
 HARNESS = "millstream_chat"  # what verifiers knows our chat loop by: it looks for a module of that name
 ENDED = 400  # the status that no program tries again after
+NO_CALL = "not_a_call"  # the name of a call that could not be read: its arguments say why
 
 
 class Verifiers:
@@ -129,18 +134,63 @@ class _Play(Struct, eq=False):
     def on_trace(self, trace: Any) -> None:
         self.agents[trace.id] = next((i for i, role in enumerate(self.roles) if trace.agent.name in _names(role)), 0)
 
-    async def say(self, trace: str, messages: list[Message]) -> str:
+    async def say(self, trace: str, request: Any) -> Any:
+        """The model's answer to a request of verifiers, as a message of verifiers."""
+        from verifiers.v1 import AssistantMessage
+
+        messages = [*_tools_of(request), *map(_message_of, request.messages)]
         talk = self.talks.get(trace)
         if talk is None or messages[: len(talk.messages)] != talk.messages or len(messages) == len(talk.messages):
             context = self.context.part(self.agents.get(trace, 0)) if self.talks else self._first(trace)
             talk = self.talks[trace] = _Talk(context, [])
-        said = await talk.context.ask(messages[len(talk.messages) :])
-        talk.messages = [*messages, Message(role="assistant", content=said)]
-        return said
+        said = await talk.context.ask(messages[len(talk.messages) :], is_raw=bool(request.tools))
+        turn = parser_named(self.context.text.tool_format)(said) if request.tools else AssistantTurn(content=said)
+        calls = [_call_of(call, len(talk.messages) + place) for place, call in enumerate(turn.calls)]
+        answer = AssistantMessage(content=turn.content, tool_calls=calls or None)
+        talk.messages = [*messages, _message_of(answer)]
+        return answer
 
     def _first(self, trace: str) -> Context:
         agent = self.agents.get(trace, 0)
         return self.context if agent == 0 else self.context.part(agent)
+
+
+def _tools_of(request: Any) -> list[Message]:
+    """The message that says which tools there are, if there are any."""
+    functions = [
+        {"name": one.name, "description": one.description, "parameters": one.parameters} for one in request.tools or ()
+    ]
+    schemas = [{"type": "function", "function": function} for function in functions]
+    return [Message(role=TOOLS_ROLE, content=json.dumps(schemas))] if schemas else []
+
+
+def _call_of(call: ToolCall | InvalidCall, number: int) -> Any:
+    """As verifiers has it."""
+    from verifiers.v1 import ToolCall as Call
+
+    if isinstance(call, InvalidCall):
+        return Call(id=f"call{number:05d}", name=NO_CALL, arguments=call.why)
+    return Call(id=f"call{number:05d}", name=call.name, arguments=json.dumps(call.arguments))
+
+
+def _message_of(one: Any) -> Message:
+    """A message of verifiers as a chat template reads it."""
+    from verifiers.v1.types import content_text
+
+    fields: dict[str, Any] = {}
+    if calls := getattr(one, "tool_calls", None):
+        fields["tool_calls"] = [tool_call_fields(call.id, call.name, _arguments(call.arguments)) for call in calls]
+    if call_id := getattr(one, "tool_call_id", ""):
+        fields = {"tool_call_id": call_id, **({"name": one.name} if one.name else {})}
+    return Message(role=one.role, content=content_text(one.content), fields=json.dumps(fields) if fields else "")
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        return {"text": text}
+    return arguments if isinstance(arguments, dict) else {"text": text}
 
 
 def _names(role: str) -> tuple[str | None, ...]:
@@ -197,10 +247,9 @@ def _endpoint() -> Any:
 
 
 def _client(playing: Mapping[str, _Play]) -> Any:
-    from verifiers.v1 import AssistantMessage, Client, Response, Usage
+    from verifiers.v1 import Client, Response, Usage
     from verifiers.v1.clients.train import serialize_completion
     from verifiers.v1.errors import ProviderError
-    from verifiers.v1.types import content_text
 
     class Ours(Client):  # type: ignore[misc]
         async def get_response(
@@ -208,10 +257,7 @@ def _client(playing: Mapping[str, _Play]) -> Any:
         ) -> Any:
             play, request = playing[body["model"]], dialect.parse_request(body)
             try:
-                if request.tools:
-                    raise EnvironmentFailed("verifiers offers the model tools, and our client has none: leave them out")
-                messages = [Message(role=one.role, content=content_text(one.content)) for one in request.messages]
-                said = await play.say(str(session_id), messages)
+                message = await play.say(str(session_id), request)
             except Exception as error:  # kept for the rollout, and raised to verifiers, which ends the episode
                 play.error = play.error or error
                 raise ProviderError(str(error), status_code=ENDED) from error
@@ -219,8 +265,8 @@ def _client(playing: Mapping[str, _Play]) -> Any:
                 id=str(session_id),
                 created=0,
                 model=body["model"],
-                message=AssistantMessage(content=said),
-                finish_reason="stop",
+                message=message,
+                finish_reason="tool_calls" if message.tool_calls else "stop",
                 usage=Usage(prompt_tokens=0, completion_tokens=0),
             )
             response.raw = serialize_completion(response, body["model"])
@@ -230,15 +276,16 @@ def _client(playing: Mapping[str, _Play]) -> Any:
 
 
 def _register_harness() -> None:
-    """A chat loop in this process, as verifiers allows it: it has one message to send and one to receive a segment."""
+    """A chat loop in this process, as verifiers allows it: it sends the conversation until the model answers without a call."""
     if HARNESS in sys.modules:
         return
     import httpx2
     from verifiers.v1 import Harness, HarnessConfig, ProgramResult
     from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
     class Chat(Harness[HarnessConfig]):  # type: ignore[misc]
-        APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = True
         EXECUTES_CODE = NEEDS_CONTAINER = False
 
         async def launch(
@@ -248,13 +295,38 @@ def _register_harness() -> None:
             messages = [{"role": "system", "content": system}] if system else []
             messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
             messages += [message_to_wire(one) for one in prompt or []] if not isinstance(prompt, str) else []
-            async with httpx2.AsyncClient(timeout=None) as client:
-                answer = await client.post(
-                    f"{endpoint}/chat/completions",
-                    json={"model": ctx.model, "messages": messages},
-                    headers={"Authorization": f"Bearer {secret}"},
-                )
-            return ProgramResult(int(answer.status_code != httpx2.codes.OK), "", answer.text)
+            servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(httpx2.AsyncClient(timeout=None))
+                schemas, places, connected = await connect_mcp({"mcpServers": servers}, stack)
+                for _ in range(MAX_ROUNDS + 1):
+                    answer = await client.post(
+                        f"{endpoint}/chat/completions",
+                        json={"model": ctx.model, "messages": messages, **({"tools": schemas} if schemas else {})},
+                        headers={"Authorization": f"Bearer {secret}"},
+                    )
+                    if answer.status_code != httpx2.codes.OK:
+                        return ProgramResult(1, "", answer.text)
+                    said = answer.json()["choices"][0]["message"]
+                    if not (calls := said.get("tool_calls")):
+                        break
+                    messages.append(said)
+                    messages += [await self.result(call, connected, places) for call in calls]
+            return ProgramResult(0, "", "")
+
+        async def result(self, call: Any, connected: Any, places: Any) -> dict[str, Any]:
+            """What the model sees of a call: its result, or what was wrong."""
+            name, text = call["function"]["name"], call["function"]["arguments"]
+            if name == NO_CALL:
+                content = f"Error: this is not a call of a tool ({text})"
+            elif name not in places:
+                content = f"Error: there is no tool {name!r}. Tools: {', '.join(places)}"
+            else:
+                try:
+                    content = await call_mcp(connected, places, name, json.loads(text))
+                except Exception as error:  # the border to the user's tool
+                    content = f"Error: {name}: {type(error).__name__}: {error}"
+            return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
     module = types.ModuleType(HARNESS)
     Chat.__module__ = HARNESS
