@@ -11,6 +11,7 @@ VLLM := .venv-vllm
 VERL := .peer-verl
 LOWEST := .venv-lowest
 TRACKERS := .venv-trackers
+ENVS := .venv-envs
 # Chats and records, rewards, the model's passes against the library's, adapters, a run from Python, export and push.
 LOWEST_TESTS := tests/env/test_records.py tests/env/test_foreign_rewards.py tests/env/test_dialog.py tests/model/test_compare.py \
 	tests/run/test_passed_data.py tests/run/test_push.py tests/learner/test_adapter_folders.py
@@ -47,8 +48,8 @@ test-lm-eval: $(VENV)/.installed-lm-eval
 	$(BIN)/pytest tests/serve/test_lm_eval.py
 
 # The environments of other libraries; without them their tests are skipped.
-test-envs: $(VENV)/.installed-envs
-	$(BIN)/pytest tests/env/test_adapters.py
+test-envs: $(ENVS)/.installed
+	$(ENVS)/bin/pytest tests/env/test_adapters.py tests/env/test_arena_and_openenv.py tests/env/test_verifiers_tools.py
 
 # W&B, TensorBoard, MLflow and trackio, offline; OpenTelemetry; Prometheus' parser; a terminal. Without them their tests are skipped.
 test-trackers: $(TRACKERS)/.installed
@@ -176,8 +177,11 @@ $(VENV)/.installed-ray: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	touch $@
 
-$(VENV)/.installed-envs: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,envs]'
+# Environments of other libraries have an environment of their own: verifiers needs another mcp.
+$(ENVS)/.installed: pyproject.toml constraints.txt
+	test -x $(ENVS)/bin/python || $(PYTHON) -m venv $(ENVS)
+	grep -viE '^mcp(-types|_types)?==' constraints.txt > $(ENVS)/constraints.txt
+	$(ENVS)/bin/pip install --quiet --constraint $(ENVS)/constraints.txt --editable '.[dev,envs]'
 	touch $@
 
 # Trackers have an environment of their own: MLflow needs an older pyarrow, trackio an older Pillow.
