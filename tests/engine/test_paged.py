@@ -214,14 +214,15 @@ def turn_of(number: int, turn: int, tokens: tuple[int, ...]) -> Request:
     return structs.replace(request(number, tokens, max_tokens=9), key=RequestKey(group_id=number, member=0, turn=turn))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
 @pytest.mark.parametrize("is_in_flight", [False, True])
 def test_a_conversation_keeps_its_pages_over_an_update_and_shares_them_with_no_other(
-    on_update: OnUpdate, is_in_flight: bool
+    on_update: OnUpdate, is_in_flight: bool, depth: int
 ) -> None:
     """The weights that are loaded are the old ones: so kept keys and values must give the log-probabilities of any others."""
     model = make("llama")
-    batcher, twin = paged(model, on_update=on_update), plain_model(make("llama"))
+    batcher, twin = paged(model, on_update=on_update, depth=depth), plain_model(make("llama"))
     prefilled = functools.partial(getattr, runner_of(batcher), "num_prefilled")
     prompt = tuple(range(3, 33))
     batcher.add(turn_of(0, 0, prompt))

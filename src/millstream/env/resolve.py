@@ -34,6 +34,7 @@ BUILT_IN_ENVIRONMENTS = {
     "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
     "textarena": "millstream.env.games.arena:TextArena",
     "verifiers": "millstream.env.games.verifiers_env:Verifiers",
+    "verifiers_classic": "millstream.env.games.verifiers_classic:VerifiersClassic",
 }
 EXPECTED = (
     "expected a class with reset(task, seed) and step(action), a class with rollout(context), or a coroutine function of a "

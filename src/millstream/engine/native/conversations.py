@@ -1,8 +1,8 @@
 """What the cache has of a conversation when its next turn comes.
 
-Full pages are found by everybody who has the same past under the same weights. The last page of a turn, which is not full, and
-pages that were computed under several versions are found by later turns of the same conversation alone. So a turn computes no
-token that an earlier one has computed, as long as the room was not needed for others.
+A full page is found by every request with the same past under the same weights. The last page of a turn, which is not full, and
+pages that were computed under several versions are found only by later turns of the same conversation. So a turn computes no
+token that an earlier turn has computed, unless the room was needed for others.
 
 A conversation's pages have the *root* of the weights under which it began. New weights have a root of their own: a conversation
 that begins under them never sees older keys and values.

@@ -1,11 +1,8 @@
 """Environments of the verifiers library (0.4, its `v1`): tasks, turns and scoring are theirs, the model is ours.
 
-Everything that verifiers lets a model say goes through one client, which answers from the rollout's context: a request that
-continues where the last one of its trace ended is a further turn of the same sequence, token by token; one whose history was
-rewritten begins a new part. Several roles are several agents, in the order in which the environment declares them.
-
-Tools are verifiers' (`Toolset`, or a harness's own). The calls are read from the model's text, in the format of its chat
-template. Roles are played by a chat loop in this process, which makes the calls, unless the config names a harness.
+Everything that verifiers lets a model say goes through one client, which answers from the rollout's context (`verifiers_talk`).
+Several roles are several agents, in the order in which the environment declares them. Roles are played by a chat loop in this
+process, which calls the tools of the task (`Toolset`), unless the config names a harness.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from typing import Any
 from msgspec import Struct, field
 
 from millstream.env.base import Context
-from millstream.env.tools import MAX_ROUNDS, AssistantTurn, InvalidCall, ToolCall, parser_named, tool_call_fields
+from millstream.env.games.verifiers_talk import NO_CALL, VerifiersTalks
+from millstream.env.tools import MAX_ROUNDS
 from millstream.errors import ConfigError, EnvironmentFailed
-from millstream.types import TOOLS_ROLE, Message, Task
+from millstream.types import Task
 
 HARNESS = "millstream_chat"  # what verifiers knows our chat loop by: it looks for a module of that name
 ENDED = 400  # the status that no program tries again after
-NO_CALL = "not_a_call"  # the name of a call that could not be read: its arguments say why
 
 
 class Verifiers:
@@ -72,7 +69,7 @@ class Verifiers:
             raise EnvironmentFailed(f"the taskset has no task {context.task.data['index']}")
         await self._serve()
         key = f"millstream-{next(self._number)}"
-        play = self._playing[key] = _Play(context=context, roles=self._roles)
+        play = self._playing[key] = _Play(talks=VerifiersTalks(context), roles=self._roles)
         try:
             model = ModelContext(model=key, client=_endpoint())
             episode = await self._env.run_episode(found, model, on_trace=play.on_trace)
@@ -115,19 +112,11 @@ class Verifiers:
             await self._is_over.wait()
 
 
-class _Talk(Struct, eq=False):
-    """A sequence, and the messages that it stands for."""
-
-    context: Context
-    messages: list[Message]
-
-
 class _Play(Struct, eq=False):
     """One episode on its way."""
 
-    context: Context
+    talks: VerifiersTalks
     roles: list[str]
-    talks: dict[str, _Talk] = field(default_factory=dict)
     agents: dict[str, int] = field(default_factory=dict)  # by trace: whose it is
     error: Exception | None = None
 
@@ -135,62 +124,12 @@ class _Play(Struct, eq=False):
         self.agents[trace.id] = next((i for i, role in enumerate(self.roles) if trace.agent.name in _names(role)), 0)
 
     async def say(self, trace: str, request: Any) -> Any:
-        """The model's answer to a request of verifiers, as a message of verifiers."""
-        from verifiers.v1 import AssistantMessage
+        """The model's answer to a request, as a message of verifiers."""
+        from verifiers.v1 import AssistantMessage, ToolCall
 
-        messages = [*_tools_of(request), *map(_message_of, request.messages)]
-        talk = self.talks.get(trace)
-        if talk is None or messages[: len(talk.messages)] != talk.messages or len(messages) == len(talk.messages):
-            context = self.context.part(self.agents.get(trace, 0)) if self.talks else self._first(trace)
-            talk = self.talks[trace] = _Talk(context, [])
-        said = await talk.context.ask(messages[len(talk.messages) :], is_raw=bool(request.tools))
-        turn = parser_named(self.context.text.tool_format)(said) if request.tools else AssistantTurn(content=said)
-        calls = [_call_of(call, len(talk.messages) + place) for place, call in enumerate(turn.calls)]
-        answer = AssistantMessage(content=turn.content, tool_calls=calls or None)
-        talk.messages = [*messages, _message_of(answer)]
-        return answer
-
-    def _first(self, trace: str) -> Context:
-        agent = self.agents.get(trace, 0)
-        return self.context if agent == 0 else self.context.part(agent)
-
-
-def _tools_of(request: Any) -> list[Message]:
-    """The message that says which tools there are, if there are any."""
-    functions = [
-        {"name": one.name, "description": one.description, "parameters": one.parameters} for one in request.tools or ()
-    ]
-    schemas = [{"type": "function", "function": function} for function in functions]
-    return [Message(role=TOOLS_ROLE, content=json.dumps(schemas))] if schemas else []
-
-
-def _call_of(call: ToolCall | InvalidCall, number: int) -> Any:
-    """As verifiers has it."""
-    from verifiers.v1 import ToolCall as Call
-
-    if isinstance(call, InvalidCall):
-        return Call(id=f"call{number:05d}", name=NO_CALL, arguments=call.why)
-    return Call(id=f"call{number:05d}", name=call.name, arguments=json.dumps(call.arguments))
-
-
-def _message_of(one: Any) -> Message:
-    """A message of verifiers as a chat template reads it."""
-    from verifiers.v1.types import content_text
-
-    fields: dict[str, Any] = {}
-    if calls := getattr(one, "tool_calls", None):
-        fields["tool_calls"] = [tool_call_fields(call.id, call.name, _arguments(call.arguments)) for call in calls]
-    if call_id := getattr(one, "tool_call_id", ""):
-        fields = {"tool_call_id": call_id, **({"name": one.name} if one.name else {})}
-    return Message(role=one.role, content=content_text(one.content), fields=json.dumps(fields) if fields else "")
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        return {"text": text}
-    return arguments if isinstance(arguments, dict) else {"text": text}
+        said = await self.talks.say(trace, self.agents.get(trace, 0), request.messages, request.tools)
+        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in said.tool_calls]
+        return AssistantMessage(content=said.content, tool_calls=calls or None)
 
 
 def _names(role: str) -> tuple[str | None, ...]:
