@@ -83,11 +83,11 @@ class CountingEngine:
         self.slots = load.slots
         self.are_turns_kept = load.on_update == "keep"
         self.weights: Weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-        options = {"num_slots": load.slots, "on_update": load.on_update}
-        self._batcher = Batcher(model, **options, runner=runner if load.has_pages else None)
+        used = runner if load.has_pages else None
+        self._batcher = Batcher(model, num_slots=load.slots, on_update=load.on_update, runner=used)
         self._answers: dict[RequestKey, asyncio.Future[Completion]] = {}
         self._stepping: asyncio.Task[None] | None = None
-        used, announce = self._batcher._runner, self._batcher._runner.will_compute
+        announce = self._batcher._runner.will_compute
         rng = random.Random(name)
 
         def counted(sequence: TokenSequence, end: int) -> None:
@@ -99,8 +99,8 @@ class CountingEngine:
             tokens = [rng.randrange(WORDS) for _ in range(num)]
             return lambda: (tokens, [0.0] * num)
 
-        used.will_compute = counted  # type: ignore[method-assign]
-        used.launch = draw  # type: ignore[method-assign]
+        self._batcher._runner.will_compute = counted  # type: ignore[method-assign]
+        self._batcher._runner.launch = draw  # type: ignore[method-assign]
 
     @property
     def version(self) -> int:
@@ -108,7 +108,8 @@ class CountingEngine:
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
         self._batcher.add(request)
-        answer = self._answers[request.key] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._answers[request.key] = answer
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
         return await answer
