@@ -1,4 +1,4 @@
-"""The command line: train, scale, set, status, export, eval, env check, audit, dash, rollouts, diff, report, note, plot, trace,
+"""The command line: train, scale, set, status, export, eval, env, audit, dash, rollouts, diff, report, note, plot, trace,
 init, recipes, doctor, sim, calibrate, plan, advise, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
