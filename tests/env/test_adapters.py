@@ -41,6 +41,14 @@ def test_what_a_search_finds_in_a_gymnasium_environment_is_worth_one(args: dict[
         assert "Say one action a turn: " in scripted.shown(scripted.requests[0].tokens)
 
 
+def test_an_environment_that_cannot_be_drawn_shows_its_observation() -> None:
+    pytest.importorskip("gymnasium")
+    kind = found("gymnasium", args={"id": "Blackjack-v1"})
+    reward, scripted = asyncio.run(play(kind, Task(id="1", prompt="", data={"seed": 3}), ["hit", "stick"]))
+    shown = scripted.shown(scripted.requests[-1].tokens)
+    assert reward == 0.0 and "stick, hit" in shown and "(7, 10, 0)" in shown and "(17, 10, 0)" in shown
+
+
 def test_the_sum_of_rewards_is_what_gymnasium_gives() -> None:
     pytest.importorskip("gymnasium")
     kind = found("gymnasium", args={"id": "Taxi-v4", "score": "sum"})
