@@ -12,6 +12,8 @@ VERL := .peer-verl
 LOWEST := .venv-lowest
 TRACKERS := .venv-trackers
 MINI := .venv-mini
+ENVS := .venv-envs
+CLASSIC := .venv-verifiers-classic
 # Chats and records, rewards, the model's passes against the library's, adapters, a run from Python, export and push.
 LOWEST_TESTS := tests/env/test_records.py tests/env/test_foreign_rewards.py tests/env/test_dialog.py tests/model/test_compare.py \
 	tests/run/test_passed_data.py tests/run/test_push.py tests/learner/test_adapter_folders.py
@@ -48,8 +50,9 @@ test-lm-eval: $(VENV)/.installed-lm-eval
 	$(BIN)/pytest tests/serve/test_lm_eval.py
 
 # The environments of other libraries; without them their tests are skipped.
-test-envs: $(VENV)/.installed-envs
-	$(BIN)/pytest tests/env/test_adapters.py
+test-envs: $(ENVS)/.installed $(CLASSIC)/.installed
+	$(ENVS)/bin/pytest tests/env/test_adapters.py tests/env/test_arena_and_openenv.py tests/env/test_verifiers_tools.py
+	$(CLASSIC)/bin/pytest tests/env/test_verifiers_classic.py
 
 # Agents of other libraries; pydantic-ai and smolagents are also in `make test`. LiteLLM, which mini-swe-agent needs, wants an older
 # huggingface_hub: it has an environment of its own.
@@ -183,8 +186,17 @@ $(VENV)/.installed-ray: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	touch $@
 
-$(VENV)/.installed-envs: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,envs]'
+# Environments of other libraries have environments of their own: verifiers needs another mcp, OpenEnv older Pillow and tomlkit,
+# and verifiers 0.1 is another library than 0.4.
+$(ENVS)/.installed: pyproject.toml constraints.txt
+	test -x $(ENVS)/bin/python || $(PYTHON) -m venv $(ENVS)
+	grep -viE '^(mcp|mcp-types|pillow|tomlkit)==' constraints.txt > $(ENVS)/constraints.txt
+	$(ENVS)/bin/pip install --quiet --constraint $(ENVS)/constraints.txt --editable '.[dev,envs]'
+	touch $@
+
+$(CLASSIC)/.installed: pyproject.toml
+	test -x $(CLASSIC)/bin/python || $(PYTHON) -m venv $(CLASSIC)
+	$(CLASSIC)/bin/pip install --quiet --editable . 'verifiers>=0.1.14,<0.2' pytest pytest-timeout
 	touch $@
 
 $(VENV)/.installed-agents: $(INSTALLED)

@@ -32,6 +32,8 @@ from millstream.engine.native.graphs import CudaRecorder, Graphs
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.pages import DecodePass
 from millstream.engine.native.plain import Norm, Normed, Projection
+from millstream.engine.native.runner import Chunk, Drawn
+from millstream.engine.native.sequence import TokenSequence
 from millstream.engine.vllm.config import VllmConfig
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink

@@ -53,6 +53,10 @@ class Task(Struct, frozen=True, kw_only=True):
     answer_key: str = "answer"  # the answer's name in its record
 
 
+TURNS_PER_PART = 1 << 16
+"""Turn t of part n of a rollout has the number n * TURNS_PER_PART + t, which also seeds it."""
+
+
 class RequestKey(Struct, frozen=True, kw_only=True, order=True):
     """Who asks: orders requests and seeds them, so that neither depends on timing."""
 
@@ -60,6 +64,15 @@ class RequestKey(Struct, frozen=True, kw_only=True, order=True):
     member: int
     attempt: int = 0
     turn: int = 0
+
+    @property
+    def conversation(self) -> tuple[int, int, int, int]:
+        """The same for all turns of one part of a rollout."""
+        return self.group_id, self.member, self.attempt, self.turn // TURNS_PER_PART
+
+    @property
+    def is_first_turn(self) -> bool:
+        return self.turn % TURNS_PER_PART == 0
 
 
 class ComputePath(Struct, frozen=True, array_like=True):

@@ -40,11 +40,14 @@ def test_the_environment_of_the_docs_is_short_and_fit(folder: Path) -> None:
 
 
 def test_the_config_of_the_docs_is_valid(folder: Path) -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", DOCS, flags=re.S)
+    text, *others = re.findall(r"```toml\n(.*?)```", DOCS, flags=re.S)
     (folder / "run.toml").write_text(text)
     config = load(folder / "run.toml", RunConfig)
     check_combinations(config)
     assert find_environment(config.environment[0]).make_tasks is not None
+    for other in others:  # of libraries that may not be installed
+        (folder / "run.toml").write_text(f'{other}\n[model]\npath = "m"\n')
+        assert load(folder / "run.toml", RunConfig).environment[0].use in BUILT_IN_ENVIRONMENTS
 
 
 def test_what_the_check_finds_in_a_broken_one_is_what_the_docs_show(folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Qwen3MoeConfig
 
 from millstream.clock import RealClock
-from millstream.engine import EngineConfig
+from millstream.engine import EngineConfig, OnUpdate
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.native import fused
 from millstream.engine.native.batching import Batcher
@@ -208,6 +208,47 @@ def test_keys_and_values_of_two_versions_are_never_found_by_others() -> None:
     assert runner_of(batcher).num_prefilled - before == len(follow)
     expected = teacher_forced(plain_model(other), follow, answer.tokens)
     assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def turn_of(number: int, turn: int, tokens: tuple[int, ...]) -> Request:
+    return structs.replace(request(number, tokens, max_tokens=9), key=RequestKey(group_id=number, member=0, turn=turn))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+@pytest.mark.parametrize("is_in_flight", [False, True])
+def test_a_conversation_keeps_its_pages_over_an_update_and_shares_them_with_no_other(
+    on_update: OnUpdate, is_in_flight: bool, depth: int
+) -> None:
+    """The weights that are loaded are the old ones: so kept keys and values must give the log-probabilities of any others."""
+    model = make("llama")
+    batcher, twin = paged(model, on_update=on_update, depth=depth), plain_model(make("llama"))
+    prefilled = functools.partial(getattr, runner_of(batcher), "num_prefilled")
+    prompt = tuple(range(3, 33))
+    batcher.add(turn_of(0, 0, prompt))
+    done: dict[int, Completion] = {}
+    for _ in range(4 if is_in_flight else 0):
+        batcher.step()
+    if not is_in_flight:
+        drain(batcher, done)
+    batcher.load(1, {name: value.detach().clone() for name, value in model.named_parameters()})
+    drain(batcher, done)
+    follow, before = (*prompt, *done[0].tokens, 7, 8, 9), prefilled()
+    answer = alone(batcher, turn_of(0, 1, follow))
+    is_kept = on_update == "keep" or is_in_flight
+    assert prefilled() - before == (4 if is_kept else len(follow)), "the last sampled token, and what is new"
+    for tokens, said in ((prompt, done[0].tokens), (follow, answer.tokens)):
+        assert torch.allclose(
+            torch.tensor((done[0] if tokens is prompt else answer).logprobs),
+            teacher_forced(twin, tokens, said),
+            atol=1e-4,
+        )
+    before = prefilled()
+    alone(batcher, turn_of(1, 1, follow))  # another conversation with the same tokens
+    alone(batcher, turn_of(0, 0, follow[:-1]))  # the same key, from the beginning
+    is_pure = on_update == "recompute"
+    assert prefilled() - before == (2 if is_pure else len(follow)) + 1, "only full pages of one version are shared"
+    assert batcher.cache_used == 0
 
 
 @pytest.mark.parametrize("depth", [0, 1])

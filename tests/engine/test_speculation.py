@@ -296,7 +296,7 @@ def test_pages_are_found_by_tokens_that_were_sampled_and_never_by_those_of_a_dra
     runner = batcher._runner
     assert isinstance(runner, PagedRunner)
     allocator, said = runner._allocator, (*prompt, *answer.tokens)
-    names = {number: (before, tokens) for (before, tokens), number in allocator._names.values()}
+    names = {number: (before, tokens) for (before, tokens, _), number in allocator._names.values()}
     for number in names:
         past: tuple[int, ...] = ()
         while number != START:

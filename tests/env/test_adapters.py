@@ -8,33 +8,14 @@ from typing import Any
 
 import pytest
 
-from millstream.env.config import EnvironmentConfig
 from millstream.env.games import reasoning
 from millstream.env.games.gym_text import plain_text, read_action
 from millstream.env.registry import Environments, Hosted
-from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
+from millstream.env.resolve import make_tasks
 from millstream.errors import ConfigError, RequestRefused
 from millstream.types import Task
+from support.hosted import found, play
 from support.talk import CHATML, Scripted, text_with
-
-
-def found(use: str, **config: Any) -> EnvironmentKind:
-    return find_environment(EnvironmentConfig(use=use, **config))
-
-
-async def play(
-    kind: EnvironmentKind, task: Task, says: list[str], template: str | None = None
-) -> tuple[float, Scripted]:
-    text = text_with(template)
-    assert kind.environment is not None
-    environments = Environments([Hosted(kind, kind.environment, text)])
-    scripted = Scripted(text, says, task=task)
-    try:
-        reward = await environments.rollout(scripted.episode)
-    finally:
-        await environments.close()
-    return scripted.episode.finish(reward)[0].reward, scripted
-
 
 # ---- gymnasium -------------------------------------------------------------------------------------------------------
 
@@ -58,6 +39,14 @@ def test_what_a_search_finds_in_a_gymnasium_environment_is_worth_one(args: dict[
         reward, scripted = asyncio.run(play(kind, task, gold))
         assert reward == 1.0 and len(scripted.said) == len(gold) > 4
         assert "Say one action a turn: " in scripted.shown(scripted.requests[0].tokens)
+
+
+def test_an_environment_that_cannot_be_drawn_shows_its_observation() -> None:
+    pytest.importorskip("gymnasium")
+    kind = found("gymnasium", args={"id": "Blackjack-v1"})
+    reward, scripted = asyncio.run(play(kind, Task(id="1", prompt="", data={"seed": 3}), ["hit", "stick"]))
+    shown = scripted.shown(scripted.requests[-1].tokens)
+    assert reward == 0.0 and "stick, hit" in shown and "(7, 10, 0)" in shown and "(17, 10, 0)" in shown
 
 
 def test_the_sum_of_rewards_is_what_gymnasium_gives() -> None:

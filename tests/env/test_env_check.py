@@ -41,6 +41,13 @@ class Game:
     def step(self, action):
         return Step(observation="more?", reward=float(action == self.answer), is_done=action == self.answer)
 """
+
+
+def with_tool(first: str, result: str) -> tuple[str, str]:
+    tool = f"\n    def look(self, name: str, limit: int = 3):\n        {first}\n        return {result}\n\n"
+    return "    max_turns = 4\n", f"    max_turns = 4\n    tools = property(lambda self: [self.look])\n{tool}"
+
+
 PLANTED = {
     "no-tasks": ("range(num)]", "range(0)]"),
     "duplicate-ids": ("Task(id=str(i)", "Task(id=str(i // 2)"),
@@ -63,6 +70,9 @@ PLANTED = {
         "2.0 * (action == 'x') - 1",
     ),
     "no-gold": ('return ["no", task.answer]', "return []"),
+    "tool-breaks": with_tool("'Look.'", "b'12'"),
+    "tool-error": with_tool("'Look.'", "{}[name]"),
+    "tool-undocumented": with_tool("pass", "name"),
     "not-in-a-process": ("import asyncio,", "import os\nassert os.getpid() == PID\nimport asyncio,"),
     "never-ends": (
         "class Game:",

@@ -1,4 +1,4 @@
-"""The command line: train, scale, set, status, export, eval, env check, audit, dash, rollouts, diff, report, note, plot, trace,
+"""The command line: train, scale, set, status, export, eval, env, audit, dash, rollouts, diff, report, note, plot, trace,
 init, recipes, doctor, sim, calibrate, plan, advise, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
@@ -28,6 +28,7 @@ from millstream.cli.dash import dash_command, note_command, write_html
 from millstream.cli.diff import diff_command
 from millstream.cli.doctor import doctor_command
 from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
+from millstream.cli.environments import env_commands
 from millstream.cli.evaluate import evaluate_command
 from millstream.cli.export import export_command
 from millstream.cli.plan import plan_command
@@ -62,7 +63,6 @@ from millstream.run.advise import read_advice
 from millstream.run.best import best_step
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
-from millstream.run.env_check import env_report_lines, run_env_check
 from millstream.run.folder import RunFolder, check_free, resume_command
 
 if TYPE_CHECKING:
@@ -340,46 +340,7 @@ def report(
                 console.out(line, highlight=False)
 
 
-env_commands = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check environments.")
 app.add_typer(env_commands, name="env")
-
-
-@env_commands.callback()
-def env_options() -> None:
-    """Check environments."""
-
-
-@env_commands.command(name="check")
-def env_check_command(
-    use: Annotated[
-        str | None,
-        typer.Argument(metavar="USE", help="As environment.use: a built-in name, file.py:Name, package.module:Name."),
-    ] = None,
-    args: Annotated[
-        list[str] | None,
-        typer.Option("--args", metavar="KEY=VALUE", help="An argument of the environment: --args size=5"),
-    ] = None,
-    path: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="RUN.toml", help="Take environments, data and rewards from a config."),
-    ] = None,
-    process: Annotated[bool, typer.Option("--process", help="Run the environment in a separate process.")] = False,
-    num_tasks: Annotated[int, typer.Option("--tasks", metavar="N", min=1, help="The number of tasks to play.")] = 8,
-    as_json: AsJson = False,
-) -> None:
-    """Play an environment with scripted policies, without a model, and report what is wrong with it. Exit code 1 if anything
-    is."""
-    with errors_shown():
-        reports = run_env_check(use, args or [], path, process=process, num_tasks=num_tasks)
-        if as_json:
-            console.out(msgspec.json.encode(reports).decode(), highlight=False)
-        else:
-            for line in (line for report in reports for line in env_report_lines(report)):
-                console.out(line, highlight=False)
-    if not all(report.is_fit for report in reports):
-        raise typer.Exit(1)
-
-
 app.command(name="rollouts")(rollouts_command)
 app.command(name="dash")(dash_command)
 app.command(name="diff")(diff_command)

@@ -53,10 +53,10 @@ def init_command(
     """Write a commented config. Fill in your own data, reward and model, then train with it."""
     with errors_shown():
         if recipe is None:
-            _write({path: TEMPLATE.encode()})
+            write_files({path: TEMPLATE.encode()})
             to_do = "Fill in the model and the data, then"
         else:
-            _write(_copies(recipe, path))
+            write_files(_copies(recipe, path))
             to_do = "To run it"
         command = "sim" if recipe is not None and recipe.startswith("sim/") else "train"
         typed = f"{program()} {command} {quote(str(path))}"
@@ -76,7 +76,7 @@ def _copies(name: str, path: Path) -> dict[Path, bytes]:
     return {path: text.encode(), **files}
 
 
-def _write(files: dict[Path, bytes]) -> None:
+def write_files(files: dict[Path, bytes]) -> None:
     """None of them may be there."""
     for path in files:
         if kind_of(path) is not None:

@@ -47,8 +47,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """The size of the pool of pages; on a CPU only with cache = "pages". auto: on a GPU what the slots need, as far as the
     learner leaves it (a third of what is free where that is not known); else 1 GB."""
     on_update: OnUpdate = "keep"
-    """What happens to the keys and values of requests in flight when new weights are loaded: they are kept, or computed again
-    under the new weights. Requests that start later never see older ones."""
+    """What happens to the keys and values of rollouts in flight, in a turn or between two turns, when new weights are loaded:
+    they are kept, or computed again under the new weights. Rollouts that start later never see older ones."""
     speculation: Literal["auto", "off"] | int = "auto"
     """Speculative decoding while few requests run, with cache = "pages": tokens that a request has repeated before are guessed,
     and one step checks all of them. Tokens and log-probabilities are the same. auto: where it is faster; off in lockstep. A

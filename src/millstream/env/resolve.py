@@ -30,8 +30,11 @@ BUILT_IN_ENVIRONMENTS = {
     "frozen_lake": "millstream.env.games.frozen_lake:FrozenLake",
     "gymnasium": "millstream.env.games.gym_text:GymText",
     "lookup": "millstream.env.games.lookup:Lookup",
+    "openenv": "millstream.env.games.openenv_server:OpenEnv",
     "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
+    "textarena": "millstream.env.games.arena:TextArena",
     "verifiers": "millstream.env.games.verifiers_env:Verifiers",
+    "verifiers_classic": "millstream.env.games.verifiers_classic:VerifiersClassic",
 }
 EXPECTED = (
     "expected a class with reset(task, seed) and step(action), a class with rollout(context), or a coroutine function of a "

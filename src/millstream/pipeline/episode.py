@@ -33,15 +33,23 @@ from millstream.errors import (
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
 from millstream.seeds import request_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task, TurnLimits
+from millstream.types import (
+    TURNS_PER_PART,
+    Completion,
+    Finish,
+    Request,
+    RequestKey,
+    Rollout,
+    Sampling,
+    Task,
+    TurnLimits,
+)
 
 T = TypeVar("T")
 Generate = Callable[[Request], Awaitable[Completion]]
 NamedWait = Callable[[str, Awaitable[Any]], Awaitable[Any]]  # awaits under a name: see `pipeline.waits`
 RecordSpan = Callable[[RequestKey, str], AbstractContextManager[Callable[[int], None]]]
 """A part of a rollout, for as long as the block lasts; called with its number of tokens, if it has some."""
-TURNS_PER_PART = 1 << 16
-"""Offset of request turn numbers per part: turn t of part n has number n * TURNS_PER_PART + t, which also seeds it."""
 
 
 class EndOfScript(EnvironmentFailed):

@@ -136,7 +136,7 @@ class LocalBackend:
 
 def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
     """The configured number of engines behind one router."""
-    return Fleet(
+    fleet = Fleet(
         backend.make_engine,
         config.num_engines,
         is_queueing=is_queueing,
@@ -147,6 +147,8 @@ def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, cl
         why_fixed=SERVERS if config.kind == "http" else "",
         is_given_up=config.kind != "http",
     )
+    fleet.router.prefixes.are_kept = config.kind == "torch" and config.on_update == "keep"
+    return fleet
 
 
 class LocalEngines:

@@ -1,7 +1,7 @@
 """`millstream env check`: plays environments with scripted policies, without a model, and reports what is wrong with them.
 
-A policy says its turns whatever it is shown: the gold turns, random text, an empty text, a very long one. Every finding has a
-name, what was seen, and what to do. Light: imports no torch.
+A policy says its turns whatever it is shown: the gold turns, random text, an empty text, a very long one. Another calls each
+tool that there is (`run.check_tools`). Every finding has a name, what was seen, and what to do. Light: imports no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from millstream.env.rewards import CompletionScorer, RewardConfig, prepare_rewar
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, EnvironmentFailed, shown
 from millstream.pipeline.episode import Player
+from millstream.run.check_tools import ToolPolicy
 from millstream.run.config import RunConfig
 from millstream.seeds import derive_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
@@ -38,7 +39,7 @@ MAX_PARTS = 64
 LONG = 2_000  # characters of a very long answer
 STEP_S = 10.0
 TICK_S = 0.005
-ScriptedPolicy = Callable[[int], str]  # from the number of a turn to its text
+ScriptedPolicy = Callable[[int, str], str]  # from the number of a turn, and all that was shown, to its text
 
 WHAT_TO_DO = {
     "no-tasks": "let tasks(num, seed) give at least one Task",
@@ -55,9 +56,12 @@ WHAT_TO_DO = {
     "shared-state": "keep what an episode changes in the instance that reset sees (or in local variables), not in the class",
     "blocks": "make the method a coroutine that awaits, leave is_quick out so that it runs on a thread, or set process = true",
     "reward-out-of-range": "nothing, if that is meant; 0 to 1 is what accuracies and most settings expect",
+    "tool-breaks": "return text or plain data in time; tools of a config have timeout_s and process",
+    "tool-error": "nothing, if the tool cannot be called so: the model sees this text and may try again",
+    "tool-undocumented": "write a docstring: it is what the model knows of the tool",
     "no-gold": "add gold(task), the turns of a perfect player: it proves that the reward can be earned, and warms models up",
 }
-NOTES = ("reward-out-of-range", "no-gold")
+NOTES = ("reward-out-of-range", "no-gold", "tool-error", "tool-undocumented")
 
 
 class EnvironmentFinding(Struct, frozen=True, kw_only=True):
@@ -157,6 +161,11 @@ class _Checker:
             for policy, says in self._policies():
                 if not self._is_over():
                     await self._play(task, policy, says)
+        if not self._is_over():
+            calling = ToolPolicy(self._kind.config)
+            await self._play(tasks[0], "calls", calling)
+            for name, what in calling.findings():
+                self._find(name, what)
         await self._compare(tasks)
 
     def _is_over(self) -> bool:
@@ -165,10 +174,10 @@ class _Checker:
 
     def _policies(self) -> Iterator[tuple[str, ScriptedPolicy]]:
         yield "random", self._random
-        yield "empty", lambda turn: ""
-        yield "very long", lambda turn: "long " * (LONG // 5)
+        yield "empty", lambda turn, shown: ""
+        yield "very long", lambda turn, shown: "long " * (LONG // 5)
 
-    def _random(self, turn: int) -> str:
+    def _random(self, turn: int, shown: str) -> str:
         rng = random.Random(derive_seed(self._seed, "random", turn))
         return "".join(rng.choices(string.ascii_letters + string.digits + " ", k=rng.randrange(1, 24)))
 
@@ -260,7 +269,8 @@ class _Checker:
             nonlocal num_said
             if num_said >= MAX_TURNS:
                 raise _Endless("the policy has no more turns")
-            tokens = [*self._text.encode(says(num_said)), self._text.end_token]
+            shown = self._text.decode(request.tokens, is_raw=True)
+            tokens = [*self._text.encode(says(num_said, shown)), self._text.end_token]
             num_said += 1
             await asyncio.sleep(TICK_S)  # other episodes run meanwhile, as they do while a model generates
             zeros = (0,) * len(tokens)
@@ -297,7 +307,7 @@ def _name_of(error: Exception) -> str:
 
 def _turns(said: Sequence[str]) -> ScriptedPolicy:
     """Says these turns; after the last one, an empty text."""
-    return lambda turn: said[turn] if turn < len(said) else ""
+    return lambda turn, shown: said[turn] if turn < len(said) else ""
 
 
 def _shown(rewards: Sequence[float]) -> str:

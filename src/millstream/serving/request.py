@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from millstream.engine import Engine
 from millstream.errors import PinLost
-from millstream.types import Completion, Finish, Request, RequestKey, Sampled
+from millstream.types import Completion, Finish, Request, Sampled
 
 NUM_RECENT = 256  # answers from whose lengths the next ones are estimated
 MAX_PREFIXES = 1 << 14  # conversations and prompts whose replica is remembered
@@ -25,6 +25,10 @@ class CachedPrefix(NamedTuple):
     num_tokens: int
     digest: int
     versions: dict[str, int]
+    is_kept: bool = False  # whether it is there whatever the replica has loaded since
+
+    def is_cached(self, replica: str, version: int) -> bool:
+        return replica in self.versions and (self.is_kept or self.versions[replica] == version)
 
 
 class Pin:
@@ -134,27 +138,29 @@ class PrefixMap:
     """Which replica has computed the first tokens of a request: its conversation's last turn, or its group's prompt.
 
     Compared by tokens, not by names: a history that was rewritten is not the one that was computed. An entry counts as long as
-    the replica serves the version that computed it: with new weights, keys and values are others. Which entry is dropped first
-    depends on the order in which requests were sent, never on when they ended."""
+    the replica serves the version that computed it: with new weights, keys and values are others; a conversation's last turn
+    also later, if engines keep it (`are_kept`). Which entry is dropped first depends on the order in which requests were sent,
+    never on when they ended."""
 
     def __init__(self) -> None:
+        self.are_kept = False
         self._prefixes: OrderedDict[tuple[int, ...], CachedPrefix] = OrderedDict()
 
     def of(self, request: Request) -> list[CachedPrefix]:
         key = request.key
-        found = (self._prefixes.get(_conversation(key)), self._prefixes.get((key.group_id,)))
+        found = (self._prefixes.get(key.conversation), self._prefixes.get((key.group_id,)))
         return [prefix for prefix in found if prefix is not None and _starts_with(request.tokens, prefix)]
 
     def on_sent(self, request: Request, replica: str, version: int) -> None:
         """The replica is about to compute it."""
         group = (request.key.group_id,)
-        whole = CachedPrefix(len(request.tokens), hash(request.tokens), {replica: version})
+        whole = CachedPrefix(len(request.tokens), hash(request.tokens), {replica: version}, self.are_kept)
         shared = self._prefixes.get(group)
         if shared is not None and _starts_with(request.tokens, shared):
             shared.versions[replica] = version
         else:
-            shared = whole
-        for key, prefix in ((group, shared), (_conversation(request.key), whole)):
+            shared = whole._replace(is_kept=False)
+        for key, prefix in ((group, shared), (request.key.conversation, whole)):
             self._prefixes[key] = prefix
             self._prefixes.move_to_end(key)
         while len(self._prefixes) > MAX_PREFIXES:
@@ -162,19 +168,15 @@ class PrefixMap:
 
     def on_ended(self, request: Request, completion: Completion, replica: str, version: int) -> None:
         """The replica has computed it, and its answer."""
-        tokens, conversation = request.tokens + completion.tokens, _conversation(request.key)
+        tokens, conversation = request.tokens + completion.tokens, request.key.conversation
         if conversation in self._prefixes:
-            self._prefixes[conversation] = CachedPrefix(len(tokens), hash(tokens), {replica: version})
+            self._prefixes[conversation] = CachedPrefix(len(tokens), hash(tokens), {replica: version}, self.are_kept)
 
 
 def num_cached(prefixes: list[CachedPrefix], replica: str, version: int) -> int:
     """Tokens that the replica need not compute."""
-    return max((one.num_tokens for one in prefixes if one.versions.get(replica) == version), default=0)
+    return max((one.num_tokens for one in prefixes if one.is_cached(replica, version)), default=0)
 
 
 def _starts_with(tokens: tuple[int, ...], prefix: CachedPrefix) -> bool:
     return len(tokens) >= prefix.num_tokens and hash(tokens[: prefix.num_tokens]) == prefix.digest
-
-
-def _conversation(key: RequestKey) -> tuple[int, ...]:
-    return key.group_id, key.member, key.attempt

@@ -61,7 +61,8 @@ class Router:
     calls and on what has ended, not on measurements. That is what synchronous training needs to be repeatable.
 
     `rank_of` gives the rank of a group, `length_of` how long its requests are expected to be, relative to others; `listeners`
-    are called with every `ReplicaChange`. `patience_s` may be set at any time."""
+    are called with every `ReplicaChange`. `patience_s` may be set at any time, and `prefixes.are_kept`: whether engines that
+    load new weights keep the keys and values of conversations between two turns."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Router:
         sink: EventSink | None = None,
     ) -> None:
         self.patience_s = patience_s
+        self.prefixes = PrefixMap()
         self.rank_of: RankOf = lambda group_id: None
         self.length_of: Callable[[int], float] | None = None
         self.listeners: list[Callable[[ReplicaChange], None]] = []
@@ -80,7 +82,6 @@ class Router:
         self._clock = clock
         self._sink = sink
         self._lengths = Lengths()
-        self._prefixes = PrefixMap()
         self._requests: dict[RequestKey, RoutedRequest] = {}
         self._queue = RequestQueue()
         self._newest = 0
@@ -170,7 +171,7 @@ class Router:
         """To one replica, until that has answered or failed."""
         if routed.pin is not None:
             routed.pin.raise_if_lost()
-        routed.prefixes = self._prefixes.of(routed.remaining) if self._is_many else []
+        routed.prefixes = self.prefixes.of(routed.remaining) if self._is_many else []
         routed.length = 1.0 if self.length_of is None else self.length_of(routed.request.key.group_id)
         replica = None if self._queue or self.length_of is not None else self._order.cheapest(routed)
         if replica is None:
@@ -179,7 +180,7 @@ class Router:
             replica.add(routed)
         remaining, engine = routed.remaining, replica.engine
         if self._is_many:
-            self._prefixes.on_sent(remaining, replica.name, engine.version)
+            self.prefixes.on_sent(remaining, replica.name, engine.version)
         # with one replica no other could continue after the tokens that are reported
         on_sampled = partial(replica.on_sampled, routed) if self._is_many else None
         try:
@@ -194,7 +195,7 @@ class Router:
             replica.failures.succeeded(routed.failure_mark)
             routed.complete(completion)
             if self._is_many:
-                self._prefixes.on_ended(remaining, completion, replica.name, engine.version)
+                self.prefixes.on_ended(remaining, completion, replica.name, engine.version)
         finally:
             replica.remove(routed)
             if self._queue:

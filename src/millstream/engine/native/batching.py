@@ -12,8 +12,8 @@ When the cache is full, the youngest request is preempted: it waits at the front
 and computed again when it returns. From then on no more requests run than are left, so that it does not return only to be
 preempted again. Every request that ends raises that limit by one.
 
-Weights are swapped between two steps: with `keep` the cache of running requests stays, with `recompute` they all restart. In
-both cases the tokens after it are sampled, and recorded, under the new version.
+Weights are swapped between two steps: with `keep` the cache of running requests stays, and that of conversations between two
+turns; with `recompute` they all restart. In both cases the tokens after it are sampled, and recorded, under the new version.
 
 What joins when depends on the order of `add`, `abort`, `load` and `step` alone.
 """
@@ -196,7 +196,7 @@ class Batcher:
             self._restart(list(self._running))
         for sequence in self._running:
             sequence.is_mixed = True
-        self._runner.forget()
+        self._runner.forget(is_kept=self._on_update == "keep")
         with self._runner.working():
             self._runner.swap(list(own.values()), [weights[name] for name in own])
         self.version = version

@@ -27,11 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
+from millstream.engine.native.conversations import ConversationPages
 from millstream.engine.native.fused_layer import fuse_model
 from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for, wide_size
 from millstream.engine.native.memory import check_fits
 from millstream.engine.native.pages import (
-    START,
     DecodePass,
     PageAllocator,
     PagePools,
@@ -101,6 +101,7 @@ class PagedRunner:
         num_pages = min(num_pages, 1 + num_slots * width)
         check_fits(num_pages * page_bytes, self._device, "engine.cache_gb")
         self._allocator = PageAllocator(num_pages, page)
+        self._conversations = ConversationPages(self._allocator)
         self._pools = PagePools(shapes, num_pages, page, num_slots, width, model.dtype, self._device)
         self._max_joined = max_joined if max_joined is not None else MAX_JOINED if self._is_gpu else 0
         self._max_rows = max(num_slots + self._max_joined, MAX_ROWS)
@@ -164,31 +165,21 @@ class PagedRunner:
 
     def begin(self, sequence: TokenSequence) -> bool:
         """If all of it fits and every running request could still get a page."""
-        tokens = sequence.all_tokens
-        shared, last_number = self._allocator.match(tokens)
-        count = -(-len(tokens) // self._page) - len(shared)
+        self._conversations.begin(sequence)
+        count = -(-sequence.length // self._page) - len(sequence.pages)
         num_running = self._num_slots - len(self._free_slots)
         taken = self._allocator.take(count) if count + num_running <= self._allocator.num_free else None
         if taken is None:
-            self._allocator.release(shared)
+            self._conversations.end(sequence)
             return False
         sequence.slot = self._free_slots.pop()
-        sequence.pages = [*shared, *taken]
-        sequence.num_computed = len(shared) * self._page
-        sequence.num_named = len(shared)
-        sequence.last_page_number = last_number
+        sequence.pages += taken
         self._table_changes += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
         return True
 
     def will_compute(self, sequence: TokenSequence, end: int) -> None:
         """Requests that start in the same step find these pages: each layer writes them before any request reads them."""
-        if not sequence.is_mixed:
-            tokens = sequence.all_tokens
-            for index in range(sequence.num_named, min(end, len(tokens)) // self._page):
-                part = tokens[index * self._page : (index + 1) * self._page]
-                number = self._allocator.name(sequence.pages[index], sequence.last_page_number, part)
-                sequence.last_page_number = number
-                sequence.num_named = index + 1
+        self._conversations.name(sequence, end)
 
     def grow(self, sequences: Sequence[TokenSequence]) -> bool:
         """Room for drafts only if every one of these requests could still get a page."""
@@ -210,16 +201,13 @@ class PagedRunner:
     def leave(self, running: list[TokenSequence], leaving: set[int]) -> list[TokenSequence]:
         for index in leaving:
             sequence = running[index]
-            self.will_compute(sequence, sequence.num_computed)
-            self._allocator.release(sequence.pages)
+            self._conversations.end(sequence)
             self._free_slots.append(sequence.slot)
-            sequence.pages = []
             sequence.slot = -1
-            sequence.last_page_number = START
         return [sequence for index, sequence in enumerate(running) if index not in leaving]
 
-    def forget(self) -> None:
-        self._allocator.forget()
+    def forget(self, *, is_kept: bool) -> None:
+        self._conversations.update(is_kept=is_kept)
 
     # ---- weights -------------------------------------------------------------------------------------------------------
 

@@ -21,16 +21,19 @@ from millstream.engine.native.plain import Heads, Normed, Pages
 from millstream.errors import ModelError
 from millstream.model.attention import Rule, can_be_ragged, on_device, ragged, scores, within_window
 
-START = 0  # the number of the empty prefix that every sequence starts with
-PageName = tuple[int, tuple[int, ...]]
+START = 0  # the number of the empty prefix that every sequence starts with, under the first weights
+PageOwner = tuple[int, int, int, int] | None  # the only conversation that may use a page. None: all may
+PageName = tuple[int, tuple[int, ...], PageOwner]
 
 
 class PageAllocator:
     """Which request has which page. `size`: tokens in a page. Page 0 belongs to no request: what has no place is written there.
 
     A page that several requests need is shared, and one that none needs any more is kept for later requests until the room is
-    needed. Pages are found by their tokens *and all tokens before them*: a page's name is the number of the page before it, and
-    its tokens. Numbers are never used twice, so that nothing is found after a page that is gone. Only full pages have names.
+    needed. Pages are found by their tokens *and all tokens before them*: a page's name is the number of the page before it,
+    its tokens, and its owner. Numbers are never used twice, so that nothing is found after a page that is gone. Full pages have
+    names, and the last page of a conversation between two turns, which only that conversation finds. `root` is the number of
+    the empty prefix under the present weights.
     """
 
     def __init__(self, num_pages: int, size: int) -> None:
@@ -42,6 +45,7 @@ class PageAllocator:
         self._names: dict[int, tuple[PageName, int]] = {}  # page -> its name and its number
         self._idle: OrderedDict[int, None] = OrderedDict()  # named pages without a user, the longest unused first
         self._numbers = itertools.count(START + 1)
+        self.root = START
 
     @property
     def num_free(self) -> int:
@@ -62,12 +66,13 @@ class PageAllocator:
         del self._found[name]
         return page
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[int], int]:
+    def match(self, tokens: Sequence[int], root: int | None = None, owner: PageOwner = None) -> tuple[list[int], int]:
         """The pages that have the first of these tokens, without the last token in any case, and the number of the last page.
-        The caller must release them."""
-        pages, number = list[int](), START
+        `root`: None is that of the present weights. The caller must release them."""
+        pages, number = list[int](), self.root if root is None else root
         for begin in range(0, (len(tokens) - 1) // self.size * self.size, self.size):
-            page = self._found.get((number, tuple(tokens[begin : begin + self.size])))
+            part = tuple(tokens[begin : begin + self.size])
+            page = self._found.get((number, part, None)) or self._found.get((number, part, owner))
             if page is None:
                 break
             if self._num_users[page] == 0:
@@ -77,11 +82,20 @@ class PageAllocator:
             pages.append(page)
         return pages, number
 
-    def name(self, page: int, before: int, tokens: tuple[int, ...]) -> int:
+    def take_last(self, before: int, tokens: tuple[int, ...], owner: PageOwner) -> int | None:
+        """The page with these tokens, fewer than it has room for, if it is there. It loses its name: its next user fills it."""
+        page = self._found.get((before, tokens, owner)) if tokens else None
+        if page is None:
+            return None
+        del self._found[before, tokens, owner], self._names[page], self._idle[page]
+        self._num_users[page] = 1
+        return page
+
+    def name(self, page: int, before: int, tokens: tuple[int, ...], owner: PageOwner = None) -> int:
         """From now on other requests find it. Returns its number; if another page has the same name, that one's."""
-        found = self._found.setdefault((before, tokens), page)
+        found = self._found.setdefault((before, tokens, owner), page)
         if found == page and page not in self._names:
-            self._names[page] = ((before, tokens), next(self._numbers))
+            self._names[page] = ((before, tokens, owner), next(self._numbers))
         return self._names[found][1]
 
     def release(self, pages: Sequence[int]) -> None:
@@ -93,6 +107,10 @@ class PageAllocator:
                     self._idle[page] = None
                 else:
                     self._free.append(page)
+
+    def renew(self) -> None:
+        """The weights have changed: pages of the old ones are found only from their own root."""
+        self.root = next(self._numbers)
 
     def forget(self) -> None:
         """No page has a name any more."""

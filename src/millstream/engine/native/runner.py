@@ -61,8 +61,9 @@ class Runner(Protocol):
         """Free the room of those at these indices. Returns the others, in the order of the next launch."""
         ...
 
-    def forget(self) -> None:
-        """The weights have changed: no request that starts from now on may use what was computed before."""
+    def forget(self, *, is_kept: bool) -> None:
+        """The weights have changed: no request that starts from now on may use what was computed before. `is_kept`: only later
+        turns of a conversation may use what was computed for it."""
         ...
 
     def working(self) -> AbstractContextManager[Any]:

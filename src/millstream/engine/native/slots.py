@@ -73,7 +73,7 @@ class SlotRunner:
             self._cache.move(movers, gaps, longest=max(running[slot].length for slot in movers))
         return left
 
-    def forget(self) -> None:
+    def forget(self, *, is_kept: bool) -> None:
         """Nothing is kept of requests that have left."""
 
     def working(self) -> AbstractContextManager[None]:

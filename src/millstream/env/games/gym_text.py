@@ -1,7 +1,7 @@
-"""Gymnasium's environments that can be drawn as text and have a handful of actions: FrozenLake, Taxi, CliffWalking.
+"""Gymnasium's environments that have a handful of actions: FrozenLake, Taxi, CliffWalking, Blackjack.
 
-The model is shown the drawing and says one action a turn, by name or by number. A task is a seed: it says where the episode
-begins and how chance falls, so that the members of a group play the same game.
+The model is shown the drawing, or the observation where there is none, and says one action a turn, by name or by number. A task
+is a seed: it says where the episode begins and how chance falls, so that the members of a group play the same game.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ NAMES = {
     "FrozenLake8x8": ("left", "down", "right", "up"),
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
     "CliffWalking": ("up", "right", "down", "left"),
+    "Blackjack": ("stick", "hit"),
 }
 COLOR = re.compile(r"\x1b\[([0-9;]*)m")
 MAX_STATES = 100_000
@@ -93,7 +94,7 @@ class GymText:
             self._game.close()
 
     def _shown(self, observation: Any) -> str:
-        drawn = self._game.render()
+        drawn = self._game.render() if self._game.render_mode == "ansi" else None
         return f"{plain_text(drawn).strip()}\n" if isinstance(drawn, str) else f"{observation}\n"
 
 
@@ -107,12 +108,19 @@ def make_gym(id: str, options: dict[str, Any] | None) -> Any:
     except ImportError as error:
         raise ConfigError("environment gymnasium needs the library: pip install 'millstream[gym]'") from error
     try:
-        game = gymnasium.make(id, render_mode="ansi", **(options or {}))
+        game = gymnasium.make(id, **_rendering(gymnasium, id), **(options or {}))
     except (gymnasium.error.Error, TypeError) as error:
         raise ConfigError(f"gymnasium cannot make {id!r} as text: {type(error).__name__}: {error}") from error
     if not isinstance(game.action_space, gymnasium.spaces.Discrete):
         raise ConfigError(f"{id} has actions of {game.action_space}: expected a handful, Discrete")
     return game
+
+
+def _rendering(gymnasium: Any, id: str) -> dict[str, str]:
+    """As text, if the environment can be drawn so."""
+    creator = gymnasium.envs.registration.load_env_creator(gymnasium.spec(id).entry_point)
+    modes = getattr(creator, "metadata", {}).get("render_modes", ())
+    return {"render_mode": "ansi"} if "ansi" in modes else {}
 
 
 def plain_text(drawn: str) -> str:

@@ -1,26 +1,28 @@
 """Environments of the verifiers library (0.4, its `v1`): tasks, turns and scoring are theirs, the model is ours.
 
-Everything that verifiers lets a model say goes through one client, which answers from the rollout's context: a request that
-continues where the last one of its trace ended is a further turn of the same sequence, token by token; one whose history was
-rewritten begins a new part. Several roles are several agents, in the order in which the environment declares them.
-
-Roles are played by a plain chat loop in this process, without tools, unless the config gives them a harness of verifiers' own.
+Everything that verifiers lets a model say goes through one client, which answers from the rollout's context (`verifiers_talk`).
+Several roles are several agents, in the order in which the environment declares them. Roles are played by a chat loop in this
+process, which calls the tools of the task (`Toolset`), unless the config names a harness.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from msgspec import Struct, field
 
 from millstream.env.base import Context
+from millstream.env.games.verifiers_talk import NO_CALL, VerifiersTalks
+from millstream.env.tools import MAX_ROUNDS
 from millstream.errors import ConfigError, EnvironmentFailed
-from millstream.types import Message, Task
+from millstream.types import Task
 
 HARNESS = "millstream_chat"  # what verifiers knows our chat loop by: it looks for a module of that name
 ENDED = 400  # the status that no program tries again after
@@ -67,7 +69,7 @@ class Verifiers:
             raise EnvironmentFailed(f"the taskset has no task {context.task.data['index']}")
         await self._serve()
         key = f"millstream-{next(self._number)}"
-        play = self._playing[key] = _Play(context=context, roles=self._roles)
+        play = self._playing[key] = _Play(talks=VerifiersTalks(context), roles=self._roles)
         try:
             model = ModelContext(model=key, client=_endpoint())
             episode = await self._env.run_episode(found, model, on_trace=play.on_trace)
@@ -110,37 +112,24 @@ class Verifiers:
             await self._is_over.wait()
 
 
-class _Talk(Struct, eq=False):
-    """A sequence, and the messages that it stands for."""
-
-    context: Context
-    messages: list[Message]
-
-
 class _Play(Struct, eq=False):
     """One episode on its way."""
 
-    context: Context
+    talks: VerifiersTalks
     roles: list[str]
-    talks: dict[str, _Talk] = field(default_factory=dict)
     agents: dict[str, int] = field(default_factory=dict)  # by trace: whose it is
     error: Exception | None = None
 
     def on_trace(self, trace: Any) -> None:
         self.agents[trace.id] = next((i for i, role in enumerate(self.roles) if trace.agent.name in _names(role)), 0)
 
-    async def say(self, trace: str, messages: list[Message]) -> str:
-        talk = self.talks.get(trace)
-        if talk is None or messages[: len(talk.messages)] != talk.messages or len(messages) == len(talk.messages):
-            context = self.context.part(self.agents.get(trace, 0)) if self.talks else self._first(trace)
-            talk = self.talks[trace] = _Talk(context, [])
-        said = await talk.context.ask(messages[len(talk.messages) :])
-        talk.messages = [*messages, Message(role="assistant", content=said)]
-        return said
+    async def say(self, trace: str, request: Any) -> Any:
+        """The model's answer to a request, as a message of verifiers."""
+        from verifiers.v1 import AssistantMessage, ToolCall
 
-    def _first(self, trace: str) -> Context:
-        agent = self.agents.get(trace, 0)
-        return self.context if agent == 0 else self.context.part(agent)
+        said = await self.talks.say(trace, self.agents.get(trace, 0), request.messages, request.tools)
+        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in said.tool_calls]
+        return AssistantMessage(content=said.content, tool_calls=calls or None)
 
 
 def _names(role: str) -> tuple[str | None, ...]:
@@ -197,10 +186,9 @@ def _endpoint() -> Any:
 
 
 def _client(playing: Mapping[str, _Play]) -> Any:
-    from verifiers.v1 import AssistantMessage, Client, Response, Usage
+    from verifiers.v1 import Client, Response, Usage
     from verifiers.v1.clients.train import serialize_completion
     from verifiers.v1.errors import ProviderError
-    from verifiers.v1.types import content_text
 
     class Ours(Client):  # type: ignore[misc]
         async def get_response(
@@ -208,10 +196,7 @@ def _client(playing: Mapping[str, _Play]) -> Any:
         ) -> Any:
             play, request = playing[body["model"]], dialect.parse_request(body)
             try:
-                if request.tools:
-                    raise EnvironmentFailed("verifiers offers the model tools, and our client has none: leave them out")
-                messages = [Message(role=one.role, content=content_text(one.content)) for one in request.messages]
-                said = await play.say(str(session_id), messages)
+                message = await play.say(str(session_id), request)
             except Exception as error:  # kept for the rollout, and raised to verifiers, which ends the episode
                 play.error = play.error or error
                 raise ProviderError(str(error), status_code=ENDED) from error
@@ -219,8 +204,8 @@ def _client(playing: Mapping[str, _Play]) -> Any:
                 id=str(session_id),
                 created=0,
                 model=body["model"],
-                message=AssistantMessage(content=said),
-                finish_reason="stop",
+                message=message,
+                finish_reason="tool_calls" if message.tool_calls else "stop",
                 usage=Usage(prompt_tokens=0, completion_tokens=0),
             )
             response.raw = serialize_completion(response, body["model"])
@@ -230,15 +215,16 @@ def _client(playing: Mapping[str, _Play]) -> Any:
 
 
 def _register_harness() -> None:
-    """A chat loop in this process, as verifiers allows it: it has one message to send and one to receive a segment."""
+    """A chat loop in this process, as verifiers allows it: it sends the conversation until the model answers without a call."""
     if HARNESS in sys.modules:
         return
     import httpx2
     from verifiers.v1 import Harness, HarnessConfig, ProgramResult
     from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
     class Chat(Harness[HarnessConfig]):  # type: ignore[misc]
-        APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = True
         EXECUTES_CODE = NEEDS_CONTAINER = False
 
         async def launch(
@@ -248,13 +234,38 @@ def _register_harness() -> None:
             messages = [{"role": "system", "content": system}] if system else []
             messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
             messages += [message_to_wire(one) for one in prompt or []] if not isinstance(prompt, str) else []
-            async with httpx2.AsyncClient(timeout=None) as client:
-                answer = await client.post(
-                    f"{endpoint}/chat/completions",
-                    json={"model": ctx.model, "messages": messages},
-                    headers={"Authorization": f"Bearer {secret}"},
-                )
-            return ProgramResult(int(answer.status_code != httpx2.codes.OK), "", answer.text)
+            servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(httpx2.AsyncClient(timeout=None))
+                schemas, places, connected = await connect_mcp({"mcpServers": servers}, stack)
+                for _ in range(MAX_ROUNDS + 1):
+                    answer = await client.post(
+                        f"{endpoint}/chat/completions",
+                        json={"model": ctx.model, "messages": messages, **({"tools": schemas} if schemas else {})},
+                        headers={"Authorization": f"Bearer {secret}"},
+                    )
+                    if answer.status_code != httpx2.codes.OK:
+                        return ProgramResult(1, "", answer.text)
+                    said = answer.json()["choices"][0]["message"]
+                    if not (calls := said.get("tool_calls")):
+                        break
+                    messages.append(said)
+                    messages += [await self.result(call, connected, places) for call in calls]
+            return ProgramResult(0, "", "")
+
+        async def result(self, call: Any, connected: Any, places: Any) -> dict[str, Any]:
+            """What the model sees of a call: its result, or what was wrong."""
+            name, text = call["function"]["name"], call["function"]["arguments"]
+            if name == NO_CALL:
+                content = f"Error: this is not a call of a tool ({text})"
+            elif name not in places:
+                content = f"Error: there is no tool {name!r}. Tools: {', '.join(places)}"
+            else:
+                try:
+                    content = await call_mcp(connected, places, name, json.loads(text))
+                except Exception as error:  # the border to the user's tool
+                    content = f"Error: {name}: {type(error).__name__}: {error}"
+            return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
     module = types.ModuleType(HARNESS)
     Chat.__module__ = HARNESS
