@@ -217,13 +217,16 @@ class EpisodePart:
             completion = await self._episode.request(self, len(self.turns), sequence, limits)
         finally:
             self._is_generating = False
-        sequence.extend(completion.tokens)
-        self._tokens = sequence
+        self.add_turn(tokens, completion)
+        return completion
+
+    def add_turn(self, tokens: Sequence[int], completion: Completion) -> None:
+        """A finished turn: what was shown before it, and what was sampled."""
+        self._tokens += [*tokens, *completion.tokens]
         self._num_shown.append(len(tokens))
         self._earned.append(0.0)
         self.turns.append(completion)
         self._episode.order.append((self, len(self.turns) - 1))
-        return completion
 
     def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
         counts: list[int] = []  # tokens shown and sampled, in turn

@@ -52,7 +52,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_must_not(
         OTHER_TASKS,
         "data.",
-        "name subset split toy size prompt_key answer_key system holdout shuffle rollouts",
+        "name subset split toy size prompt_key answer_key system holdout shuffle rollouts sessions",
     ),
     **_may("now", "data.", "path passed"),  # of a file that was moved: other tasks are found by their digest
     **_must_not("every random number of the run follows from it", "", "seed"),
