@@ -55,7 +55,7 @@ def test_every_preset_is_valid_off_policy_and_with_several_steps_a_batch(name: s
 
 def test_every_advantage_and_every_loss_that_corrects_has_a_preset() -> None:
     configs = [AlgorithmConfig(name=name) for name in PRESETS]
-    assert {config.advantage for config in configs} == {*ADVANTAGES, *ADVANTAGE_KEYS} - {"turns"}
+    assert {config.advantage for config in configs} == {*ADVANTAGES, *ADVANTAGE_KEYS} - {"turns", "parts"}
     assert {config.loss for config in configs} == LOSSES.keys() - {"reinforce"}
     assert len({structs.replace(config, name=None) for config in configs}) == len(configs), "two presets are the same"
 

@@ -1447,6 +1447,23 @@ def test_a_reward_of_the_whole_group_decides_its_fate(tmp_path: Path) -> None:
     assert audit(run.write(tmp_path / "right")).is_clean
 
 
+@pytest.mark.parametrize("advantage", ["turns", "parts", "grpo"])
+def test_equal_rewards_of_rollouts_may_be_trained_where_turns_or_parts_are_compared(
+    advantage: str, tmp_path: Path
+) -> None:
+    run = run_of(WORLD)
+    group_id = run.of_fate(Fate.TRAINED)
+    for seq in run.all(RolloutEnded, group_id=group_id):
+        run.change(seq, reward=0.5, rewards=[])
+    run.change(run.all(GroupLeft, group_id=group_id)[0], mean_reward=0.5)
+    run = with_config(run)
+    run.config += f'\n[algorithm]\nadvantage = "{advantage}"\n'
+    digest = hashlib.sha256(run.config.encode()).hexdigest()
+    run.events[0] = ConfigWritten(at=0.0, digest=digest, text=run.config)
+    rules = {finding.rule for finding in audit(run.write(tmp_path / "run")).findings}
+    assert rules == ({"fate"} if advantage == "grpo" else set())
+
+
 def test_every_rule_has_a_crime_that_breaks_it() -> None:
     declared = {rule for rule, _, _ in DECLARED_CRIMES.values()}
     crimes = CRIMES.keys() | CRIMES_OF_CRASHES.keys() | CRIMES_OF_CHANGES.keys()

@@ -17,16 +17,18 @@ from millstream.env.resolve import BUILT_IN_ENVIRONMENTS, find_environment
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from millstream.run.env_check import WHAT_TO_DO
+from millstream.types import Task
 from support.talk import Scripted, text_with
 
 DOCS = (Path(__file__).parents[2] / "docs/environments.md").read_text()
-GUESS, NIM = re.findall(r"```python\n(.*?)```", DOCS, flags=re.S)
+GUESS, SPLIT, NIM = re.findall(r"```python\n(.*?)```", DOCS, flags=re.S)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "guess.py").write_text(GUESS)
     (tmp_path / "nim.py").write_text(NIM)
+    (tmp_path / "split.py").write_text(SPLIT)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -70,6 +72,16 @@ def test_two_copies_of_the_model_play_nim_against_each_other(folder: Path) -> No
         assert [part.reward for part in parts] == rewards and [part.agent for part in parts] == [0, 1]
     result = CliRunner().invoke(app, ["env", "check", "nim.py:nim", "--tasks", "3"])
     assert result.exit_code == 0 and "note no-gold" in result.output, result.output
+
+
+def test_the_split_reward_of_the_docs_is_that_of_its_turns_and_agents(folder: Path) -> None:
+    kind = find_environment(EnvironmentConfig(use="split.py:draft_and_review"))
+    assert kind.environment is not None
+    text = text_with(None)
+    environments = Environments([Hosted(kind, kind.environment, text)])
+    scripted = Scripted(text, ["News!", "yes"], task=Task(id="1", prompt="?"), max_parts=2)
+    parts = scripted.episode.finish(asyncio.run(environments.rollout(scripted.episode)))  # type: ignore[arg-type]
+    assert [(part.reward, part.turn_rewards.tolist()) for part in parts] == [(1.0, [0.5]), (1.0, [0.0])]
 
 
 def test_every_finding_every_key_and_every_built_in_environment_is_documented() -> None:

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millstream.clock import VirtualClock, run_virtual
-from millstream.env import Context
+from millstream.env import Context, SplitReward
 from millstream.errors import EngineError, EnvironmentFailed, RolloutTimeout
 from millstream.events.sinks import MemorySink
 from millstream.pipeline.episode import EndOfScript, EpisodeResult, Player
@@ -48,6 +49,52 @@ def test_an_episode_has_its_parts_and_turns() -> None:
     assert result.failure is None and result.num_sampled == 4
     assert [part.tokens.tolist() for part in result.parts] == [[1, 7, 8], [2, 3, 7, 8]]
     assert {part.reward for part in result.parts} == {0.5}
+
+
+def three_turns(reward: Any) -> Play:
+    """The first part, another agent's, the first again."""
+
+    async def play(context: Context) -> Any:
+        other = context.part(agent=1)
+        for part in (other, context, other):
+            await part.generate([1])
+        context.earned(0.25)
+        return reward
+
+    return play
+
+
+def test_turns_and_parts_have_the_rewards_that_were_returned_for_them() -> None:
+    def rewards(reward: Any) -> list[tuple[float, list[float]]]:
+        result = run_virtual(played(three_turns(reward)))
+        assert result.failure is None
+        return [(part.reward, part.turn_rewards.tolist()) for part in result.parts]
+
+    # by agent: what no turn has earned stays unassigned, for the algorithm to place
+    assert rewards([1.0, 0.5]) == [(1.0, [0.25]), (0.5, [0.0, 0.0])]
+    assert rewards(SplitReward(reward=2.0, turns=[1, 2, 3])) == [(2.0, [2.25]), (2.0, [1.0, 3.0])]
+    # without a reward it is the sum; parts come in the order of their first turns
+    assert rewards(SplitReward(turns=[1.0, 2.0, 3.0])) == [(2.25, [2.25]), (4.0, [1.0, 3.0])]
+    assert rewards(SplitReward(parts=[5.0, 7.0])) == [(7.25, [7.25]), (5.0, [0.0, 5.0])]
+    assert rewards(SplitReward(reward=[1.0, 2.0], parts=np.ones(2))) == [(1.0, [1.25]), (2.0, [0.0, 1.0])]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (SplitReward(turns=[1.0]), "rewards of 1 turns, and the rollout has 3: expected one for each"),
+        (SplitReward(parts=[]), "rewards of 0 parts, and the rollout has 2: expected one for each"),
+        (SplitReward(turns=[1.0, float("nan"), 0.0]), "expected a finite number"),
+        (SplitReward(parts=[1.0, float("inf")]), "expected a finite number"),
+        (SplitReward(reward=[0.5]), "1 rewards, and agent 1 spoke: expected one for each agent"),
+        (SplitReward(reward={"planner": 1.0}), "agents have names in args.agents of an agent only"),
+        (SplitReward(turns=["good"] * 3), "expected a number, or one per agent"),  # type: ignore[list-item]
+        (SplitReward(turns=3.0), "expected a number, or one per agent"),  # type: ignore[arg-type]
+    ],
+)
+def test_rewards_that_fit_no_turn_or_part_fail_the_rollout_by_name(reward: SplitReward, message: str) -> None:
+    result = run_virtual(played(three_turns(reward)))
+    assert isinstance(result.failure, EnvironmentFailed) and message in str(result.failure)
 
 
 def test_what_an_environment_raises_is_a_result_with_the_turns_before_it() -> None:

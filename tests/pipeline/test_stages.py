@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from millstream.algo.advantages import ADVANTAGES, dr_grpo
-from millstream.algo.credit import Penalty, credit_of
+from millstream.algo.credit import Penalty, credit_of, signal_of
 from millstream.env import Context
 from millstream.errors import InvariantError, LearnerError, StallError
 from millstream.events import (
@@ -304,7 +304,7 @@ def test_gae_of_two_turns_by_hand() -> None:
 def test_advantages_by_turn_by_hand() -> None:
     credit = credit_of("turns", dr_grpo, discount=0.5, trace=1, penalty=None)
     world = replace(PLAIN, steps=1, groups_per_step=1, group_size=2)
-    _, rows = run(world, TwoTurns(), credit=credit, compares_turns=True)
+    _, rows = run(world, TwoTurns(), credit=credit, signal=signal_of("turns"))
     # turns earn 0 1.5 and 1 1.5: to go 0.75 1.5 and 1.75 1.5, the means 1.25 1.5
     for row, (first, second) in zip(rows, [(-0.5, 0.0), (0.5, 0.0)], strict=True):
         begins = np.flatnonzero(row.loss_mask & ~np.concatenate([[False], row.loss_mask[:-1]]))
@@ -327,7 +327,7 @@ class SameSum(SimEnvironment):
 def test_a_group_has_a_signal_by_its_turns_where_those_are_compared() -> None:
     credit = credit_of("turns", dr_grpo, discount=1, trace=1, penalty=None)
     world = replace(PLAIN, filter_zero_signal=True, steps=2)
-    outcome, rows = run(world, SameSum(), credit=credit, compares_turns=True)
+    outcome, rows = run(world, SameSum(), credit=credit, signal=signal_of("turns"))
     fates = {event.group_id % 2: event.fate for event in outcome.sink.of(GroupLeft)}
     assert fates == {0: Fate.TRAINED, 1: Fate.FILTERED}
     assert any(row.advantages.any() for row in rows)
@@ -355,6 +355,21 @@ def test_parts_of_a_rollout_are_one_after_the_other_and_agents_are_by_themselves
     # agent 0 earns 0 1 and then 0 2: 3 3 2 2 to go, less 0.5 everywhere
     assert [values.tolist() for values in columns["advantages"]] == [[0, 2.5, 2.5], [0, 4.5], [0, 1.5, 0, 1.5]]
     assert [values.tolist() for values in columns["returns"]] == [[0, 3, 3], [0, 5], [0, 2, 0, 2]]
+
+
+def test_parts_are_compared_with_all_parts_of_their_agent_in_the_group() -> None:
+    rows = [
+        row(1, 0, 0, 0, ".x", 1.0, [1.0]),
+        row(2, 0, 1, 1, ".x", 4.0, [0.0]),
+        row(3, 0, 2, 1, ".xx", 4.0, [2.0]),
+        row(4, 1, 0, 0, ".x", 0.0, [0.0]),
+        row(5, 1, 1, 1, ".x", 0.0, [0.0]),
+    ]
+    credit = credit_of("parts", dr_grpo, discount=1, trace=1, penalty=None)
+    assert credit is not None
+    # agent 0: 1 and 0. Agent 1: 0 and 2 with the 2 that no part has earned, and 0; the mean of 2 4 0 is 2
+    found = [values.tolist() for values in columns_of(rows, credit)["advantages"]]
+    assert found == [[0, 0.5], [0, 0], [0, 2, 2], [0, -0.5], [0, -2]]
 
 
 def test_rewards_of_more_turns_than_were_played_break_an_invariant() -> None:

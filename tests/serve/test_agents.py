@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -22,12 +23,13 @@ ROOT = Path(__file__).parents[2]
 AGENT = '''
 import json, os, pathlib, subprocess, sys, time
 from openai import OpenAI, AsyncOpenAI, APIStatusError
+from millstream.env import SplitReward
 
 def client(access, kind=OpenAI):
     return kind(base_url=access.base_url, api_key=access.api_key, max_retries=0)
 
-def say(c, messages, **more):
-    return c.chat.completions.create(model="policy", messages=messages, **more).choices[0].message
+def say(c, messages, model="policy", **more):
+    return c.chat.completions.create(model=model, messages=messages, **more).choices[0].message
 
 def solve(task, access):
     """Two turns of one conversation; the second answer counts."""
@@ -58,6 +60,28 @@ def several(task, access):
     say(c, [*plan, first, {"role": "user", "content": "go on"}])
     say(c, [*plan, first, {"role": "user", "content": "or not"}])
     return "4"
+
+def team(task, access):
+    """A planner, a solver that is asked twice, and the solver in the planner's conversation."""
+    c, plan = client(access), [{"role": "user", "content": "plan"}]
+    first = say(c, plan, model="planner")
+    say(c, [{"role": "user", "content": "work"}], model="solver")
+    say(c, [{"role": "user", "content": "work"}], model="solver")
+    say(c, [*plan, first, {"role": "user", "content": "now you"}], model="solver")
+    say(c, [*plan, first, {"role": "user", "content": "go on"}], model="planner")
+    return "4"
+
+def team_score(task, result):
+    return {"planner": 1.0, "solver": 0.25}
+
+def by_turn(task, result):
+    return SplitReward(reward={"solver": 3.0, "planner": 1.0}, turns=[1, 2, 3, 4, 5])
+
+def wrong_team(task, result):
+    return {"planner": 1.0, "sover": 0.25}
+
+def wrong_model(task, access):
+    return say(client(access), [{"role": "user", "content": "a"}], model="sover").content
 
 def tooled(task, access):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -129,7 +153,7 @@ if mode == "hangs":
     open(sys.argv[2], "w").write(f"{os.getpid()} {os.getcwd()}")
     import time; time.sleep(99)
 if mode == "reward":
-    json.dump({"reward": 0.75}, open("reward.json", "w"))
+    json.dump(json.loads(sys.argv[2]), open("reward.json", "w"))
 print(answer.choices[0].message.content, end="")
 """
 
@@ -224,6 +248,43 @@ def test_a_coroutine_a_number_and_a_score_are_rewards(own: str) -> None:
     assert play({"function": f"{own}:leaves", "score": f"{own}:score"}, Model()).parts[0].reward == 4.5
 
 
+def test_agents_of_one_program_have_parts_and_rewards_of_their_own(own: str) -> None:
+    team = {"function": f"{own}:team", "agents": ["planner", "solver"]}
+    parts = play({**team, "score": f"{own}:team_score"}, Model()).parts
+    assert sorted((part.agent, part.reward, len(part.turn_rewards)) for part in parts) == [
+        (0, 1.0, 2), (1, 0.25, 1), (1, 0.25, 1), (1, 0.25, 1),
+    ]  # fmt: skip
+    parts = play({**team, "score": f"{own}:by_turn"}, Model()).parts
+    assert sorted((part.agent, part.reward, part.turn_rewards.tolist()) for part in parts) == [
+        (0, 1.0, [1.0, 5.0]), (1, 3.0, [2.0]), (1, 3.0, [3.0]), (1, 3.0, [4.0]),
+    ]  # fmt: skip
+    found = failure({**team, "score": f"{own}:wrong_team"})
+    assert "score rewards the agents planner, sover: expected planner, solver" in found
+    found = failure({"function": f"{own}:team", "score": f"{own}:team_score"})
+    assert "no model 'planner'" in found
+    found = failure({**team, "function": f"{own}:wrong_model"})
+    assert "no model 'sover'" in found
+
+
+@pytest.mark.parametrize(
+    ("left", "reward", "turn_rewards", "message"),
+    [
+        ({"turns": [0.25]}, 0.25, [0.25], ""),
+        ({"turns": [0.25, 1]}, 0, [], "rewards of 2 turns, and the rollout has 1"),
+        ({"reward": "good"}, 0, [], "reward.json that is not"),
+    ],
+)
+def test_a_program_may_leave_the_rewards_of_its_turns(
+    own: str, left: Any, reward: float, turn_rewards: list[float], message: str
+) -> None:
+    command = [sys.executable, str(Path(own).with_name("program.py")), "reward", json.dumps(left)]
+    if message:
+        assert message in failure({"command": command})
+    else:
+        (part,) = play({"command": command}, Model()).parts
+        assert (part.reward, part.turn_rewards.tolist()) == (reward, turn_rewards)
+
+
 def test_a_score_that_exits_fails_its_rollout_alone(own: str) -> None:
     args = {"function": f"{own}:leaves", "score": f"{own}:bad_score"}
     assert "its score raised SystemExit: 1" in failure(args)
@@ -232,7 +293,7 @@ def test_a_score_that_exits_fails_its_rollout_alone(own: str) -> None:
 def test_a_program_gets_its_task_and_its_key_by_variables_and_its_output_is_scored(own: str) -> None:
     command = [sys.executable, str(Path(own).with_name("program.py"))]
     assert play({"command": [*command, "plain"]}, Model()).parts[0].reward == 1.0
-    assert play({"command": [*command, "reward"]}, Model("nonsense")).parts[0].reward == 0.75
+    assert play({"command": [*command, "reward", '{"reward": 0.75}']}, Model("nonsense")).parts[0].reward == 0.75
     assert "ended with code 3: so sorry" in failure({"command": ["sh", "-c", "echo so sorry >&2; exit 3"]})
     assert "left a reward.json that is not" in failure({"command": ["sh", "-c", "echo good > reward.json"]})
     assert "cannot be started: /no/such/program" in failure({"command": ["/no/such/program"]})
@@ -353,6 +414,7 @@ def test_only_the_key_of_a_rollout_is_served_and_only_while_it_lasts(tmp_path: P
         ({"args": {"function": "nowhere.py:solve"}}, "no file nowhere.py"),
         ({"args": {"command": ["a"], "max_calls": 0}}, "max_calls must be at least 1"),
         ({"args": {"commands": ["a"]}}, "commands"),
+        ({"args": {"command": ["a"], "agents": ["b", "b"]}}, "agents: expected names that differ"),
         ({"args": {"command": ["a"]}, "tools": ["a.py:b"]}, "an agent has its own tools"),
         ({"args": {"command": ["a"]}, "process": True}, "agent needs no process"),
     ],

@@ -1,6 +1,6 @@
 """Algorithms: pure functions over rewards and log-probabilities, which know neither queues nor workers nor versions.
 
-advantages.py  group of rewards -> advantages         credit.py       advantages within a rollout, per token or turn
+advantages.py  group of rewards -> advantages         credit.py       advantages per token, turn or part
 losses.py      log-probabilities -> loss per token    corrections.py  weights prox/mu        kl.py  KL to the reference
 aggregate.py   loss per token -> loss of the batch    presets.py      algorithms by name
 config.py      the keys of [algorithm]                checks.py       the combinations that are refused
@@ -17,6 +17,7 @@ from millstream.algo.config import (
     needs_critic,
     needs_reference,
     reads_proximal,
+    signal_for,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "needs_critic",
     "needs_reference",
     "reads_proximal",
+    "signal_for",
 ]

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from millstream import imports
 from millstream.algo.advantages import ADVANTAGES, Advantage, Rewards, unchanged
-from millstream.algo.credit import ADVANTAGE_KEYS, Credit, Penalty, credit_of
+from millstream.algo.credit import ADVANTAGE_KEYS, Credit, Penalty, Signal, credit_of, signal_of
 from millstream.algo.presets import (
     CORRECTION_CAPS,
     DEFAULT_PRESET,
@@ -34,10 +34,14 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
     """Keys that are not set are filled in from the preset and from the loss; a key that is still unset is not read."""
 
     name: AlgorithmName | None = None  # a preset of the other keys, each of which may still be set. None: truncated_is
-    # grpo, dr_grpo, rloo, reinforce_plus_plus, lite_ppo; within a rollout gae (with a critic), turns, distillation; or
+    # grpo, dr_grpo, rloo, reinforce_plus_plus, lite_ppo; within a rollout gae (with a critic), turns, parts, distillation; or
     # your own: file.py:function or package.module:function.
     advantage: str = ""
     discount: float | None = None  # gae and turns: the factor per token, or per turn
+    # turns: what a turn is compared with. "turn": the same turn of the other members. "group": all turns of all members
+    turn_baseline: Literal["turn", "group"] | None = None
+    # turns and parts: how they are compared, as the rollouts of a group are by the advantage of this name
+    normalization: Literal["grpo", "dr_grpo", "rloo"] | None = None
     trace: float | None = None  # gae (lambda): 1 is return minus value, 0 relies on the critic after one token
     # truncated_is, decoupled_ppo, ppo, cispo, topr, weighted_topr, gspo, kimi, reinforce, or your own
     loss: str = ""
@@ -114,9 +118,11 @@ def _filled(config: AlgorithmConfig) -> dict[str, Any]:
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
     """Raises `ConfigError` for a user's function that does not exist. It may have an `over_batch` attribute, as built-in ones
-    have. For an advantage within a rollout (`credit_for`), only `compares_members` matters."""
+    have. For an advantage within a rollout, `of_group` is what `credit_for` compares turns or parts with."""
     if config.advantage in ADVANTAGE_KEYS:
-        return Advantage(unchanged, compares_members=config.advantage == "turns")
+        if config.normalization is None:
+            return Advantage(unchanged, compares_members=False)
+        return Advantage(ADVANTAGES[config.normalization].of_group)
     if not imports.is_own(config.advantage):
         return ADVANTAGES[config.advantage]
     function = imports.load_function(config.advantage)
@@ -144,7 +150,14 @@ def credit_for(config: AlgorithmConfig) -> Credit | None:
         discount=1.0 if config.discount is None else config.discount,
         trace=1.0 if config.trace is None else config.trace,
         penalty=penalty,
+        over_all_turns=config.turn_baseline == "group",
     )
+
+
+def signal_for(config: AlgorithmConfig) -> Signal | None:
+    """Which groups have a gradient; None: those whose rollouts have different rewards."""
+    discount = 1.0 if config.discount is None else config.discount
+    return signal_of(config.advantage, discount=discount, over_all_turns=config.turn_baseline == "group")
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:

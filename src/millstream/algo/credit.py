@@ -1,33 +1,37 @@
-"""Advantages within a rollout, per token or per turn: from the rewards of turns, the values of a critic, and the
+"""Advantages within a rollout, per token, turn or part: from the rewards of turns, the values of a critic, and the
 log-probabilities of a reference.
 
-One agent may have several sequences in one rollout; they follow each other, and are concatenated here.
-Shapes: N trained tokens of one agent in one rollout, K turns of it, G rollouts of the group.
+One agent may have several parts (sequences) in one rollout; they follow each other, and are concatenated here.
+Shapes: N trained tokens of one agent in one rollout, K turns of it, P parts of it, G rollouts of the group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.algo.advantages import Rewards
+from millstream.algo.advantages import Rewards, dr_grpo, has_signal
 
 Estimator = Literal["k1", "k2", "k3"]
+OfGroup = Callable[[Rewards], Rewards]  # a group advantage: see `algo.advantages`
 MAX_LOG_RATIO = 20.0  # beyond it, exp is continued by its tangent
 
 
 class Played(NamedTuple):
     """The trained tokens of one agent in one rollout."""
 
-    rewards_K: Rewards
+    rewards_K: Rewards  # that the environment gave to turns
     turn_N: NDArray[np.int64]  # the turn of each token: from 0, never decreases, without gaps
     behaviour_N: Rewards
     reference_N: Rewards | None = None
     values_N: Rewards | None = None
+    # What no turn has earned of the agent's reward. It belongs to the last turn, or, by part, to every part.
+    rest: float = 0.0
+    part_K: NDArray[np.int64] | None = None  # the part of each turn, from 0. None: there is one
 
 
 class Credited(NamedTuple):
@@ -44,10 +48,13 @@ class Penalty(NamedTuple):
 
 # One agent in all rollouts of a group -> the credit of each of its tokens
 Credit = Callable[[Sequence[Played]], list[Credited]]
+# Whether one agent's rewards in a group give a gradient, before a KL penalty
+Signal = Callable[[Sequence[Played]], bool]
 # Advantages within a rollout, and the keys that each reads
-ADVANTAGE_KEYS: dict[str, dict[str, float]] = {
+ADVANTAGE_KEYS: dict[str, dict[str, Any]] = {
     "gae": {"discount": 1.0, "trace": 1.0},
-    "turns": {"discount": 1.0},
+    "turns": {"discount": 1.0, "turn_baseline": "turn", "normalization": "dr_grpo"},
+    "parts": {"normalization": "grpo"},
     "distillation": {},
 }
 
@@ -66,10 +73,25 @@ def kl_numbers(estimator: Estimator, logprobs_N: Rewards, reference_N: Rewards) 
             return np.asarray(growth_N + log_ratio_N - 1)
 
 
+def turn_rewards(played: Played) -> Rewards:
+    """Of each turn, together the agent's reward: the last turn has what no turn has earned."""
+    rewards_K = played.rewards_K.copy()
+    if len(rewards_K):
+        rewards_K[-1] += played.rest
+    return rewards_K
+
+
+def part_rewards(played: Played, penalty: Penalty | None = None) -> Rewards:
+    """Of each part: what its turns have earned, minus the KL of its tokens, plus what no turn has earned."""
+    part_K = np.zeros(len(played.rewards_K), np.int64) if played.part_K is None else played.part_K
+    rewards_N = token_rewards(played._replace(rest=0.0), penalty)
+    return np.asarray(np.bincount(part_K[played.turn_N], rewards_N) + played.rest, dtype=np.float64)
+
+
 def token_rewards(played: Played, penalty: Penalty | None) -> Rewards:
     """A turn's reward comes with its last token; the KL of a token, under the policy that sampled it, with the token."""
-    rewards_N = np.zeros(len(played.turn_N))
-    rewards_N[np.searchsorted(played.turn_N, np.arange(len(played.rewards_K)), side="right") - 1] = played.rewards_K
+    rewards_K, rewards_N = turn_rewards(played), np.zeros(len(played.turn_N))
+    rewards_N[np.searchsorted(played.turn_N, np.arange(len(rewards_K)), side="right") - 1] = rewards_K
     if penalty is None:
         return rewards_N
     assert played.reference_N is not None, "a penalty needs the reference's log-probabilities"
@@ -105,19 +127,33 @@ def returns_to_go(rewards_K: Rewards, *, discount: float) -> Rewards:
     return returns_K
 
 
-def turn_advantages(rewards: Sequence[Rewards], *, discount: float = 1.0) -> list[Rewards]:
-    """For each member of a group, one advantage per turn: the return from there minus its mean over the members that reached
-    this turn. With one turn it is Dr. GRPO; a turn that only one member reached has 0."""
+def turn_advantages(
+    rewards: Sequence[Rewards], *, discount: float = 1.0, of_group: OfGroup = dr_grpo, over_all_turns: bool = False
+) -> list[Rewards]:
+    """For each member of a group, one advantage per turn: `of_group` of the returns from there on. A return is compared with
+    those of the same turn, in the members that reached it, or with those of all turns of all members. With one turn it is
+    `of_group` of the rewards. A turn that only one member reached has 0, unless it is compared with all."""
     returns = [returns_to_go(rewards_K, discount=discount) for rewards_K in rewards]
-    most = max(map(len, returns), default=0)
-    baseline_K = np.array([np.mean([own[k] for own in returns if len(own) > k]) for k in range(most)])
-    return [own - baseline_K[: len(own)] for own in returns]
+    if over_all_turns:
+        return _split(of_group(np.concatenate(returns)), returns)
+    advantages = [np.zeros(len(own)) for own in returns]
+    for k in range(max(map(len, returns), default=0)):
+        reached = [member for member, own in enumerate(returns) if len(own) > k]
+        compared = of_group(np.array([returns[member][k] for member in reached]))
+        for member, advantage in zip(reached, compared, strict=True):
+            advantages[member][k] = advantage
+    return advantages
+
+
+def _split(values: Rewards, like: Sequence[Rewards]) -> list[Rewards]:
+    """Concatenated arrays, apart again."""
+    return np.split(values, np.cumsum([len(own) for own in like])[:-1])
 
 
 # ---- credit: the same, for a whole group -------------------------------------------------------------------------------------
 
 
-def by_rollout(of_group: Callable[[Rewards], Rewards], penalty: Penalty, group: Sequence[Played]) -> list[Credited]:
+def by_rollout(of_group: OfGroup, penalty: Penalty, group: Sequence[Played]) -> list[Credited]:
     """A group advantage of the rewards minus the KL: every token has that of its rollout."""
     advantages_G = of_group(np.array([total_reward(one, penalty) for one in group], dtype=np.float64))
     return [Credited(np.full(len(one.turn_N), value)) for one, value in zip(group, advantages_G, strict=True)]
@@ -132,14 +168,26 @@ def by_token(discount: float, trace: float, penalty: Penalty | None, group: Sequ
     return found
 
 
-def by_turn(discount: float, penalty: Penalty | None, group: Sequence[Played]) -> list[Credited]:
+def by_turn(
+    of_group: OfGroup, discount: float, over_all_turns: bool, penalty: Penalty | None, group: Sequence[Played]
+) -> list[Credited]:
     """Every token has the advantage of its turn."""
     rewards = [
         np.bincount(one.turn_N, token_rewards(one, penalty), minlength=len(one.rewards_K)).astype(np.float64)
         for one in group
     ]
-    advantages = turn_advantages(rewards, discount=discount)
+    advantages = turn_advantages(rewards, discount=discount, of_group=of_group, over_all_turns=over_all_turns)
     return [Credited(own_K[one.turn_N]) for own_K, one in zip(advantages, group, strict=True)]
+
+
+def by_part(of_group: OfGroup, penalty: Penalty | None, group: Sequence[Played]) -> list[Credited]:
+    """Every token has the advantage of its part, which is compared with all parts of the same agent in the group."""
+    rewards = [part_rewards(one, penalty) for one in group]
+    found = []
+    for one, own_P in zip(group, _split(of_group(np.concatenate(rewards)), rewards), strict=True):
+        part_N = np.zeros_like(one.turn_N) if one.part_K is None else one.part_K[one.turn_N]
+        found.append(Credited(own_P[part_N]))
+    return found
 
 
 def by_teacher(group: Sequence[Played]) -> list[Credited]:
@@ -154,22 +202,42 @@ def by_teacher(group: Sequence[Played]) -> list[Credited]:
 
 def credit_of(
     advantage: str,
-    of_group: Callable[[Rewards], Rewards],
+    of_group: OfGroup,
     *,
     discount: float,
     trace: float,
     penalty: Penalty | None,
+    over_all_turns: bool = False,
 ) -> Credit | None:
     """None: the advantage of the group's rewards, the same for all tokens of a rollout."""
     match advantage:
         case "gae":
             return partial(by_token, discount, trace, penalty)
         case "turns":
-            return partial(by_turn, discount, penalty)
+            return partial(by_turn, of_group, discount, over_all_turns, penalty)
+        case "parts":
+            return partial(by_part, of_group, penalty)
         case "distillation":
             return by_teacher
         case _:
             return None if penalty is None else partial(by_rollout, of_group, penalty)
+
+
+def signal_of(advantage: str, *, discount: float = 1.0, over_all_turns: bool = False) -> Signal | None:
+    """None: that of the rewards of whole rollouts."""
+    match advantage:
+        case "turns" if over_all_turns:
+            return partial(_do_returns_differ, discount)
+        case "turns":
+            return lambda group: differ([turn_rewards(one) for one in group])
+        case "parts":
+            return lambda group: has_signal(np.concatenate([part_rewards(one) for one in group]))
+        case _:
+            return None
+
+
+def _do_returns_differ(discount: float, group: Sequence[Played]) -> bool:
+    return has_signal(np.concatenate([returns_to_go(turn_rewards(one), discount=discount) for one in group]))
 
 
 def differ(rewards: Sequence[Rewards]) -> bool:

@@ -10,6 +10,7 @@ import typer
 
 from millstream.cli.common import console, errors_shown, model_in
 from millstream.engine import EngineConfig
+from millstream.errors import ConfigError
 from millstream.run.config import ModelConfig
 
 
@@ -46,6 +47,36 @@ WeightsOption = Annotated[
         help="Load new weights from folders in DIR when a client asks for it: for training.",
     ),
 ]
+NameOption = Annotated[str | None, typer.Option("--name", help="The name of the model for clients. Default: MODEL.")]
+SlotsOption = Annotated[
+    int, typer.Option("--slots", min=1, help="The number of answers that are decoded at the same time.")
+]
+LengthOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length", min=2, help="Maximal tokens of a prompt and its answer. Default: the model's context."
+    ),
+]
+RequestsOption = Annotated[
+    int,
+    typer.Option(
+        "--max-requests", min=1, help="The number of requests at a time; further ones are refused with status 429."
+    ),
+]
+OF_A_MODEL = (Device.AUTO, Dtype.AUTO, 32, None, None, False)  # defaults of options that --learn does not have
+LearnOption = Annotated[
+    bool,
+    typer.Option(
+        "--learn",
+        help="MODEL is a run: train it while it is served, on the sessions that clients reward. Needs a token.",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="With --learn: change one key of the run's config. May be repeated."
+    ),
+]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code in MODEL's folder, where the model needs its own.")
 ]
@@ -55,36 +86,34 @@ def serve_command(
     path: Annotated[
         str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a name on the hub, or a run folder.")
     ],
-    name: Annotated[
-        str | None, typer.Option("--name", help="The name of the model for clients. Default: MODEL.")
-    ] = None,
+    name: NameOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     device: Annotated[
         Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
     ] = Device.AUTO,
     dtype: DtypeOption = Dtype.AUTO,
-    slots: Annotated[
-        int, typer.Option("--slots", min=1, help="The number of answers that are decoded at the same time.")
-    ] = 32,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-length", min=2, help="Maximal tokens of a prompt and its answer. Default: the model's context."
-        ),
-    ] = None,
-    max_requests: Annotated[
-        int,
-        typer.Option(
-            "--max-requests", min=1, help="The number of requests at a time; further ones are refused with status 429."
-        ),
-    ] = 256,
+    slots: SlotsOption = 32,
+    max_length: LengthOption = None,
+    max_requests: RequestsOption = 256,
     weights_from: WeightsOption = None,
     trust_remote_code: TrustOption = False,
+    learn: LearnOption = False,
+    overrides: SetOption = None,
     token: TokenOption = None,
 ) -> None:
     """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""
     with errors_shown():
+        if learn:
+            if (device, dtype, slots, max_length, weights_from, trust_remote_code) != OF_A_MODEL:
+                raise ConfigError(
+                    "with --learn the model and the engine are those of the run's config: --set model.device=cpu, --set "
+                    "engine.slots=64"
+                )
+            _learn(path, name or path, (host, port, max_requests), overrides or [], token)
+            return
+        if overrides:
+            raise ConfigError("--set changes the config of a run: it goes with --learn")
         from millstream.run import serve_model as model
         from millstream.serve.openai import service as openai
 
@@ -110,6 +139,20 @@ def serve_command(
             token=token,
             on_ready=lambda url, known_as: console.out(f"{known_as} is at {url}/v1", highlight=False),
         )
+
+
+def _learn(path: str, name: str, where: tuple[str, int, int], changes: list[str], token: str | None) -> None:
+    from millstream.run import learn, run
+    from millstream.serve.openai.service import ModelServiceConfig
+
+    host, port, max_requests = where
+    endpoint = learn.LearningEndpoint(
+        service=ModelServiceConfig(host=host, port=port, max_requests=max_requests),
+        token=token,
+        name=name,
+        on_ready=lambda url: console.out(f"{name} is at {url}/v1, and learns", highlight=False),
+    )
+    run.learn(path, endpoint, changes=changes)
 
 
 def serve_store_command(

@@ -8,6 +8,6 @@ games/          built-in environments and adapters               rewards/    rew
     sandbox/        untrusted code
 """
 
-from millstream.env.base import Content, Context, Environment, EpisodeReward, ScoredReward, Step, Text
+from millstream.env.base import Content, Context, Environment, EpisodeReward, ScoredReward, SplitReward, Step, Text
 
-__all__ = ["Content", "Context", "Environment", "EpisodeReward", "ScoredReward", "Step", "Text"]
+__all__ = ["Content", "Context", "Environment", "EpisodeReward", "ScoredReward", "SplitReward", "Step", "Text"]

@@ -6,16 +6,17 @@ coroutine function of a `Context`, or the name of a built-in one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
+from millstream.errors import EnvironmentFailed
 from millstream.types import Completion, Message, Task, TurnLimits
 
 T = TypeVar("T")
 Content = str | Sequence[Message]  # of an environment's turn: text, or the messages of a chat
-EpisodeReward = float | Sequence[float]  # one number, or one per agent, in their order
 
 
 class ScoredReward(float):
@@ -28,6 +29,55 @@ class ScoredReward(float):
         self = super().__new__(cls, reward)
         self.parts = parts
         return self
+
+
+class SplitReward(Struct, frozen=True, kw_only=True):
+    """A reward, and which turns and parts have earned it: `SplitReward(turns=[0.0, 0.5, 1.0])`. Advantages per turn, token or
+    part read it; others read `reward` alone."""
+
+    # Of the rollout, or one per agent, in their order; of a program whose agents have names, by name. None: the sum of what
+    # turns and parts have earned
+    reward: float | list[float] | dict[str, float] | None = None
+    turns: list[float] | None = None  # one per turn of the rollout, in the order in which they were generated
+    parts: list[float] | None = (
+        None  # one per part, in the order of their first turns, on top of what their turns have earned
+    )
+
+    @property
+    def all_rewards(self) -> list[float]:
+        match self.reward:
+            case None:
+                return []
+            case dict() | list():
+                return list(self.reward.values() if isinstance(self.reward, dict) else self.reward)
+            case one:
+                return [one]
+
+
+EpisodeReward = float | Sequence[float] | SplitReward  # one number, or one per agent, in their order
+
+
+def split_reward(reward: Any) -> SplitReward:
+    """What an environment returned, as finite numbers. Raises `EnvironmentFailed`."""
+    try:
+        split = reward if isinstance(reward, SplitReward) else SplitReward(reward=reward)
+        split = SplitReward(reward=_numbers(split.reward), turns=_list(split.turns), parts=_list(split.parts))
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"the environment returned {reward!r}: expected a number, or one per agent") from error
+    if not all(map(math.isfinite, [*split.all_rewards, *(split.turns or ()), *(split.parts or ())])):
+        raise EnvironmentFailed(f"the environment returned a reward of {reward}: expected a finite number")
+    return split
+
+
+def _numbers(reward: Any) -> float | list[float] | dict[str, float] | None:
+    if isinstance(reward, Mapping):
+        return {str(name): float(one) for name, one in reward.items()}
+    is_list = isinstance(reward, Sequence) and not isinstance(reward, str)
+    return None if reward is None else [float(one) for one in reward] if is_list else float(reward)
+
+
+def _list(rewards: Any) -> list[float] | None:
+    return None if rewards is None else [float(one) for one in rewards]
 
 
 class Step(Struct, frozen=True, kw_only=True):

@@ -53,6 +53,9 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     # A run folder whose rollouts are trained again, batch by batch, instead of new ones: see docs/rollouts.md. The tasks are
     # still read, for evaluations.
     rollouts: str | None = None
+    # Whether rollouts are sessions of real use: `millstream serve RUN --learn` sets it. The tasks are still read, for
+    # evaluations.
+    sessions: bool = False
 
     def __post_init__(self) -> None:
         if sum(source is not None for source in (self.path, self.name, self.toy)) > 1:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from millstream.env.base import Content, Context, EpisodeReward
+from millstream.env.base import Content, Context, EpisodeReward, SplitReward
 from millstream.env.config import EnvironmentConfig
 from millstream.errors import EnvironmentFailed, MillstreamError, RequestRefused, RolloutError, WorkerExited
 from millstream.rpc.call import Remote
@@ -54,7 +54,7 @@ class PlayEpisode(Struct, frozen=True):
 
 
 class EpisodeReply(Struct, frozen=True):
-    reward: float | list[float] = 0.0
+    reward: SplitReward = SplitReward()
     failure: str = ""  # empty: the episode has ended, with this reward
 
 

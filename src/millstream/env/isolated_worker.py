@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from millstream.env.base import Content, Environment
+from millstream.env.base import Content, Environment, split_reward
 from millstream.env.isolated import MAX_BYTES, ContextCall, EnvironmentSetup, EpisodeReply, PlayEpisode
 from millstream.env.resolve import find_environment
 from millstream.errors import MillstreamError
@@ -80,15 +80,11 @@ class _RemoteContext:
 
 async def _play(environment: Environment, context: _RemoteContext, name: str) -> EpisodeReply:
     try:
-        reward = await environment.rollout(context)
+        return EpisodeReply(split_reward(await environment.rollout(context)))
     except MillstreamError as error:
         return EpisodeReply(failure=str(error))
     except Exception as error:  # user code: any error fails this rollout only
         return EpisodeReply(failure=f"{name} raised {type(error).__name__} at {_place(error)}: {error}")
-    try:
-        return EpisodeReply([float(one) for one in reward] if isinstance(reward, Sequence) else float(reward))
-    except (TypeError, ValueError):
-        return EpisodeReply(failure=f"the environment returned {reward!r}: expected a number, or one per agent")
 
 
 def _place(error: Exception) -> str:

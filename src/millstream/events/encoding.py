@@ -38,6 +38,7 @@ from millstream.events.types import (
     RunEnded,
     RunStarted,
     SampleShown,
+    SessionDropped,
     SettingChanged,
     SizesChosen,
     Span,
@@ -93,6 +94,7 @@ AnyEvent = (
     | CheckpointSealed
     | CheckpointFailed
     | Warned
+    | SessionDropped
     | FindingMade
     | FindingEnded
     | StopRequested

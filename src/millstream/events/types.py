@@ -97,9 +97,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     extra_members: int = 0  # members that a group has beyond `group_size`
     is_first_to_finish: bool = False  # whether the surplus is aborted: declared biased
     max_restarts: int = 0  # of an overdue group: declared biased
-    max_replaced: int | None = (
-        None  # of groups that a step replaces before places stay empty; None: the log does not say
-    )
+    max_replaced: int | None = None  # groups that a step replaces before places stay empty; None: the log does not say
     rollouts_from: str = ""  # the run whose recorded batches are trained; empty: rollouts are new
     compares_members: bool = False  # whether a group whose rewards are all equal has no gradient
     learns_from_rewards: bool = True  # False: from a teacher
@@ -453,6 +451,11 @@ class Warned(Event, frozen=True, kw_only=True):
     message: str
 
 
+class SessionDropped(Event, frozen=True, kw_only=True):
+    session: str  # the beginning of its id; of one that was rewarded, `session-NUMBER` by its place in `sessions.jsonl`
+    why: str
+
+
 class FindingMade(Event, frozen=True, kw_only=True):
     """The run does not learn as it should, by one rule of `events.findings`. It holds until a `FindingEnded` of that name."""
 
@@ -464,9 +467,7 @@ class FindingMade(Event, frozen=True, kw_only=True):
 
 
 class FindingEnded(Event, frozen=True, kw_only=True):
-    """A finding no longer holds."""
-
-    name: str
+    name: str  # of a finding that no longer holds
     step: int
 
 
@@ -497,4 +498,3 @@ class RecallingSink(Protocol):
 
     def recall(self, event: Evaluated) -> None:
         """Before the first `emit`."""
-        ...

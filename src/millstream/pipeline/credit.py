@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from millstream.algo.advantages import Rewards
-from millstream.algo.credit import Credit, Played, differ
+from millstream.algo.credit import Credit, Played, Signal
 from millstream.errors import InvariantError
 from millstream.store import Row
 from millstream.types import Floats
@@ -29,10 +29,9 @@ def columns_of(rows: Sequence[Row], credit: Credit) -> dict[str, list[Floats]]:
     return {name: [found[row.row_id][name] for row in rows] for name in names}
 
 
-def do_turns_differ(rows: Sequence[Row]) -> bool:
-    """Whether some agent's turns earned more in one member than in another."""
-    groups = _by_agent(rows).values()
-    return any(differ([turn_rewards(parts) for parts in group]) for group in groups)
+def is_any_agent_credited(rows: Sequence[Row], signal: Signal) -> bool:
+    """Whether the rewards of some agent have this signal."""
+    return any(signal([played(parts) for parts in group]) for group in _by_agent(rows).values())
 
 
 def _by_agent(rows: Sequence[Row]) -> dict[int, list[list[Row]]]:
@@ -45,21 +44,16 @@ def _by_agent(rows: Sequence[Row]) -> dict[int, list[list[Row]]]:
 
 def played(parts: Sequence[Row]) -> Played:
     """Of one agent in one member."""
+    rewards_K = np.concatenate([row.columns["turn_rewards"] for row in parts])
     return Played(
-        rewards_K=turn_rewards(parts),
+        rewards_K=rewards_K,
         turn_N=_turns(parts),
         behaviour_N=_trained(parts, "logprobs"),
         reference_N=_trained(parts, "reference") if "reference" in parts[0].columns else None,
         values_N=_trained(parts, "values") if "values" in parts[0].columns else None,
+        rest=float(parts[0].columns["reward"] - rewards_K.sum()),
+        part_K=np.repeat(np.arange(len(parts)), [len(row.columns["turn_rewards"]) for row in parts]),
     )
-
-
-def turn_rewards(parts: Sequence[Row]) -> Rewards:
-    """What the environment did not say of which turn it is, and what the group as a whole earned, is the last turn's."""
-    rewards_K = np.concatenate([row.columns["turn_rewards"] for row in parts])
-    if len(rewards_K):
-        rewards_K[-1] += parts[0].columns["reward"] - rewards_K.sum()
-    return rewards_K
 
 
 def _turns(parts: Sequence[Row]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

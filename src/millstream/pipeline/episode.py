@@ -21,7 +21,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from millstream.env import Content, Environment, EpisodeReward, Text
+from millstream.env import Content, Environment, EpisodeReward, ScoredReward, SplitReward, Text
+from millstream.env.base import split_reward
 from millstream.errors import (
     EngineError,
     EnvironmentFailed,
@@ -130,7 +131,8 @@ class Player(NamedTuple):
             failure = error
         try:
             played = parts or episode.played()
-            return EpisodeResult(parts, failure, episode.all_turns, played, getattr(reward, "parts", {}))
+            made_of = reward.parts if isinstance(reward, ScoredReward) else {}
+            return EpisodeResult(parts, failure, episode.all_turns, played, made_of)
         finally:
             episode.close()
             failure = None  # its traceback refers to this frame: a reference cycle
@@ -204,6 +206,13 @@ class EpisodePart:
             raise EnvironmentFailed(f"context.earned was called with {reward}: expected a finite number")
         self._earned[-1] += float(reward)
 
+    def earned_by(self, turn: int, reward: float) -> None:
+        self._earned[turn] += reward
+
+    @property
+    def total_earned(self) -> float:
+        return sum(self._earned)
+
     def part(self, agent: int = 0) -> EpisodePart:
         return self._episode.add_part(agent)
 
@@ -216,12 +225,16 @@ class EpisodePart:
             completion = await self._episode.request(self, len(self.turns), sequence, limits)
         finally:
             self._is_generating = False
-        sequence.extend(completion.tokens)
-        self._tokens = sequence
+        self.add_turn(tokens, completion)
+        return completion
+
+    def add_turn(self, tokens: Sequence[int], completion: Completion) -> None:
+        """A finished turn: what was shown before it, and what was sampled."""
+        self._tokens += [*tokens, *completion.tokens]
         self._num_shown.append(len(tokens))
         self._earned.append(0.0)
         self.turns.append(completion)
-        return completion
+        self._episode.order.append((self, len(self.turns) - 1))
 
     def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
         counts: list[int] = []  # tokens shown and sampled, in turn
@@ -296,6 +309,7 @@ class Episode(EpisodePart):
         self._turn = asyncio.Lock()  # one request at a time: synchronous training counts rollouts by their requests
         self._is_cut = False
         self._parts: list[EpisodePart] = [self]
+        self.order: list[tuple[EpisodePart, int]] = []  # every finished turn, as its part and its place there
 
     @property
     def _episode(self) -> Episode:
@@ -339,6 +353,7 @@ class Episode(EpisodePart):
     def close(self) -> None:
         """Break the reference cycles, so that the memory is freed without the garbage collector."""
         self._parts.clear()
+        self.order.clear()
 
     @property
     def all_turns(self) -> list[Completion]:
@@ -358,7 +373,9 @@ class Episode(EpisodePart):
             raise EnvironmentFailed(
                 "the environment ended without a token sampled: call context.generate at least once"
             )
-        rewards = _rewards(reward, num_agents=1 + max(part.agent for part in spoken))
+        split = split_reward(reward)
+        self._assign(split, spoken)
+        rewards = _rewards(split, spoken)
         rollouts = [
             part.as_rollout(self._key, number, rewards[min(part.agent, len(rewards) - 1)])
             for number, part in enumerate(spoken)
@@ -367,6 +384,25 @@ class Episode(EpisodePart):
             rollouts[-1] = structs.replace(rollouts[-1], finish=Finish.LENGTH)
         return tuple(rollouts)
 
+    def _assign(self, split: SplitReward, spoken: Sequence[EpisodePart]) -> None:
+        """Give turns and parts what they have earned."""
+        if split.turns is not None:
+            _check_length(split.turns, len(self.order), "turns")
+            for (part, turn), reward in zip(self.order, split.turns, strict=True):
+                part.earned_by(turn, reward)
+        if split.parts is not None:
+            parts = [part for part in dict.fromkeys(part for part, _ in self.order) if part in spoken]
+            _check_length(split.parts, len(parts), "parts")
+            for part, reward in zip(parts, split.parts, strict=True):
+                part.earned_by(-1, reward)
+
+
+def _check_length(rewards: Sequence[float], expected: int, what: str) -> None:
+    if len(rewards) != expected:
+        raise EnvironmentFailed(
+            f"the environment returned rewards of {len(rewards)} {what}, and the rollout has {expected}: expected one for each"
+        )
+
 
 def _limited(sampling: Sampling, limits: TurnLimits) -> Sampling:
     most = sampling.max_tokens if limits.max_tokens is None else min(limits.max_tokens, sampling.max_tokens)
@@ -374,17 +410,23 @@ def _limited(sampling: Sampling, limits: TurnLimits) -> Sampling:
     return structs.replace(sampling, max_tokens=most, stop_strings=stops)
 
 
-def _rewards(reward: Any, *, num_agents: int) -> list[float]:
-    """Checked rewards: one number for all agents, or one for each."""
-    is_one = not isinstance(reward, Sequence) or isinstance(reward, str)
-    try:
-        rewards = [float(reward)] if is_one else [float(one) for one in reward]
-    except (TypeError, ValueError) as error:
-        raise EnvironmentFailed(f"the environment returned {reward!r}: expected a number, or one per agent") from error
-    if not is_one and len(rewards) < num_agents:
-        raise EnvironmentFailed(
-            f"the environment returned {len(rewards)} rewards, and agent {num_agents - 1} spoke: expected one for each agent"
-        )
-    if not all(map(math.isfinite, rewards)):
-        raise EnvironmentFailed(f"the environment returned a reward of {reward}: expected a finite number")
-    return rewards
+def _rewards(split: SplitReward, spoken: Sequence[EpisodePart]) -> list[float]:
+    """One number for all agents, or one for each."""
+    num_agents = 1 + max(part.agent for part in spoken)
+    match split.reward:
+        case None:
+            return [sum(part.total_earned for part in spoken if part.agent == agent) for agent in range(num_agents)]
+        case dict():
+            raise EnvironmentFailed(
+                f"the environment returned {split.reward}: agents have names in args.agents of an agent only. Expected a "
+                "number, or one per agent, in their order"
+            )
+        case list() if len(split.reward) < num_agents:
+            num = len(split.reward)
+            raise EnvironmentFailed(
+                f"the environment returned {num} rewards, and agent {num_agents - 1} spoke: expected one for each agent"
+            )
+        case list():
+            return split.reward
+        case one:
+            return [one]

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from millstream.algo.advantages import OverBatch, Rewards
-from millstream.algo.credit import Credit
+from millstream.algo.credit import Credit, Signal
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
@@ -64,8 +64,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
     """Shift and scale of advantages over the whole batch: its rows wait until it is complete. None: trained as they come."""
     credit: Credit | None = None
     """Advantages per token, instead of `advantage`. None: every token has the advantage of its rollout."""
-    compares_turns: bool = False
-    """Whether a group has a signal if the rewards of its turns differ, and not only if the rewards of its rollouts do."""
+    signal: Signal | None = None
+    """Whether one agent's rewards in a group give a gradient. None: if those of its rollouts differ."""
     critic_batch_tokens: int = 8192
     """As micro_batch_tokens, for the critic."""
     proximal_batch_tokens: int = 8192

@@ -13,6 +13,7 @@ with max_lag = 0 the result depends on ids and seeds alone (`lockstep`). What be
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from millstream.pipeline.critic import CriticUpdates
 from millstream.pipeline.grouping import members_of, rewards_of
 from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.lockstep import Gate
+from millstream.pipeline.outside import TOO_OLD, OutsideRollouts, outside_start
 from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
@@ -50,6 +52,7 @@ class Pipeline:
     the engines share the `router`, so that their requests wait in one queue.
 
     With `recorded` the batches of another run are trained instead: no task is read, and nothing is generated for training.
+    With `outside` rollouts that were sampled and rewarded elsewhere are trained instead, each as a group of one.
 
     With `resumed` it continues from a checkpoint: the store must be empty, the learner restored, the engines at the version.
     `changed`: whether its config has other settings than those of the checkpoint.
@@ -71,9 +74,11 @@ class Pipeline:
         incarnation: int = 0,
         router: Router | None = None,
         recorded: RecordedBatches | None = None,
+        outside: OutsideRollouts | None = None,
     ) -> None:
         self._parts = parts
-        self._tasks: Iterator[tuple[int, Task]] = iter(tasks)
+        self._tasks = tasks
+        self._outside = outside
         self._config = config
         self._checkpointer = keeper
         self._is_stopping = False
@@ -239,15 +244,16 @@ class Pipeline:
     async def feed(self) -> None:
         """Consumes tasks. Produces admitted groups, whose members roll out. Waits for room under the lag bound. Ended by:
         `train` (a step), `settle` (a replacement), `sync` (a new version on an engine)."""
-        for prompt, epoch, task in self._prompts():
-            room = self._context.notifier.until(self._policy.may_start)
+        async for prompt, epoch, task in self._prompts():
             with self.waits.idle("feed", "room under the lag bound"):
-                start = await room
+                start = await self._room_for(task)
+            self._context.next_prompt = max(self._context.next_prompt, prompt + 1)
+            self._context.to_feed.discard(prompt)
+            if start == TOO_OLD:
+                continue
             group_id = self._context.next_group
             place = self.admission.admit(group_id, start)
             self._context.next_group += 1
-            self._context.next_prompt = max(self._context.next_prompt, prompt + 1)
-            self._context.to_feed.discard(prompt)
             self._context.groups[group_id] = GroupInFlight(task.id, epoch, task, prompt=prompt)
             self._context.emit(
                 GroupAdmitted(
@@ -265,19 +271,42 @@ class Pipeline:
         await self._finalizer.end_if_drained()
         self._context.notifier.notify()
 
-    def _prompts(self) -> Iterator[tuple[int, int, Task]]:
+    async def _room_for(self, task: Task) -> int:
+        """The version that its group starts at, as soon as there is room. `TOO_OLD`: a rollout from outside that is dropped."""
+        until, outside = self._context.notifier.until, self._outside
+        if outside is None:
+            return await until(self._policy.may_start)
+        start = await until(lambda: outside_start(outside.oldest_version(task), self.admission))
+        if start == TOO_OLD:
+            outside.drop(task, self.admission.version)
+        return start
+
+    async def _numbered(self) -> AsyncIterator[tuple[int, tuple[int, Task]]]:
+        if self._outside is None:
+            for numbered in enumerate(self._tasks):
+                yield numbered
+        else:
+            rewarded = aiter(self._outside)
+            for prompt in itertools.count():
+                with self.waits.idle("feed", "a rewarded session"):
+                    task = await anext(rewarded)
+                yield prompt, (0, task)
+
+    async def _prompts(self) -> AsyncIterator[tuple[int, int, Task]]:
         """The prompts to admit, each with its number and epoch: in a resumed run, first those that are fed again."""
         again: list[tuple[int, int, Task]] = []
-        for prompt, (epoch, task) in enumerate(self._tasks):
+        async for prompt, (epoch, task) in self._numbered():
             if prompt >= self._context.next_prompt:
-                yield from again
+                for one in again:
+                    yield one
                 again = []
                 yield prompt, epoch, task
             elif prompt in self._context.to_feed:
                 again.append((prompt, epoch, task))
             else:  # it was admitted before the checkpoint
                 self._resumption.take_up(prompt, task)
-        yield from again
+        for one in again:
+            yield one
 
     # ---- 2. roll out: `Rollouts.roll_out`, one task per member; rows go to the store -----------------------------------
     # ---- 3. settle: `GroupFinalizer.settle`; advantages go to the store, or the group leaves ---------------------------

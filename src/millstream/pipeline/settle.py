@@ -23,7 +23,7 @@ from millstream.events import GroupLeft, GroupScored
 from millstream.events.rollouts import GroupFate
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.context import RunContext
-from millstream.pipeline.credit import columns_of, do_turns_differ
+from millstream.pipeline.credit import columns_of, is_any_agent_credited
 from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of, row_order
 from millstream.pipeline.parts import Algorithm, TokenGroupReward
 from millstream.pipeline.schedule import PipelineConfig
@@ -280,8 +280,8 @@ class GroupFinalizer:
 
     def _has_signal(self, lease: Lease) -> bool:
         """By the rewards that were given, before a KL penalty is subtracted."""
-        if self._algorithm.compares_turns:
-            return do_turns_differ(by_member(lease))
+        if self._algorithm.signal is not None:
+            return is_any_agent_credited(by_member(lease), self._algorithm.signal)
         return any(has_signal(own.rewards_G) for own in by_agent(lease))
 
     async def _write_advantages(self, lease: Lease) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import UNSET, UnsetType, structs
 
@@ -37,6 +37,9 @@ from millstream.run.log import RunLog, run_started
 from millstream.run.prepare import Prepared
 from millstream.run.resume import ResumePoint, random_states
 from millstream.run.sizes import memory_warning
+
+if TYPE_CHECKING:
+    from millstream.run.learn import LearningEndpoint
 
 
 class Stoppable(Protocol):
@@ -74,6 +77,7 @@ class ActiveRun:
         self.grace: asyncio.TimerHandle | None = None
         self.send_alerts: Callable[[], None] = lambda: None  # those that wait; called where the process ends at once
         self.is_done = False
+        self.endpoint: LearningEndpoint | None = None  # of a run that learns from its use
 
     @property
     def version(self) -> int:
@@ -202,7 +206,8 @@ class ActiveRun:
             self.warn(warning)
 
     def emit_started(self) -> None:
-        num_tasks = len(self.prepared.data.train) if self.config.data.rollouts is None else 0
+        is_from_data = self.config.data.rollouts is None and not self.config.data.sessions
+        num_tasks = len(self.prepared.data.train) if is_from_data else 0
         self.log.emit(run_started(self.config, at=self.clock.now(), run_id=self.run_id, num_tasks=num_tasks))
 
     def emit_ended(self, outcome: str, message: str | UnsetType = UNSET) -> None:

@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.algo import advantage_of, credit_for, needs_critic
+from millstream.algo import advantage_of, credit_for, needs_critic, signal_for
 from millstream.algo.advantages import overlong_penalty
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
@@ -358,7 +358,7 @@ def build_algorithm(
         mini_batches=config.learner.mini_batches,
         group_reward=_with_overlong(_group_reward(text, rewards, launcher), config),
         credit=credit_for(config.algorithm),
-        compares_turns=config.algorithm.advantage == "turns",
+        signal=signal_for(config.algorithm),
         critic_batch_tokens=tokens if critic is None else critic.micro_batch_tokens,
         proximal_batch_tokens=tokens if config.proximal is None else config.proximal.micro_batch_tokens,
     )

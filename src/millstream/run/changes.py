@@ -50,7 +50,9 @@ RULES: Mapping[str, ChangeRule] = {
     **_must_not(OTHER_WEIGHTS, "", "model.path model.tiny learner.lora"),
     **_may("now", "model.", "device dtype trust_remote_code"),
     **_must_not(
-        OTHER_TASKS, "data.", "name subset split toy size prompt_key answer_key system holdout shuffle rollouts"
+        OTHER_TASKS,
+        "data.",
+        "name subset split toy size prompt_key answer_key system holdout shuffle rollouts sessions",
     ),
     **_may("now", "data.", "path passed"),  # of a file that was moved: other tasks are found by their digest
     **_must_not("every random number of the run follows from it", "", "seed"),
@@ -74,6 +76,7 @@ RULES: Mapping[str, ChangeRule] = {
         "algorithm.",
         "positive_weight negative_weight regularisation kl_coefficient overlong_buffer discount trace",
     ),
+    **_may("now", "algorithm.", "turn_baseline normalization"),
     **_may(
         "now", "learner.", "learning_rate schedule warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks"
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millstream import imports
-from millstream.algo import check_algorithm, needs_critic, reads_proximal
+from millstream.algo import advantage_of, check_algorithm, needs_critic, reads_proximal
 from millstream.cluster.resources import ResourcesConfig, placement_lines, placement_of
 from millstream.config import to_toml
 from millstream.engine.vllm.config import check_installed
@@ -100,6 +100,7 @@ def check_combinations(config: RunConfig) -> None:
     errors = list[MillstreamError]()
     steps: tuple[Callable[[RunConfig], object], ...] = (
         to_toml,  # raises unless it is read back as it is written; for a config made in Python, that checks every value
+        _check_sessions,
         _check_algorithm,
         _check_scorers,
         _check_proximal,
@@ -129,6 +130,29 @@ def _raise(errors: Sequence[MillstreamError]) -> None:
 
 
 # ---- combinations ----------------------------------------------------------------------------------------------------
+
+
+def _check_sessions(config: RunConfig) -> None:
+    """A run that learns from its use has no groups: a session is played once."""
+    if not config.data.sessions:
+        return
+    advantage, what = config.algorithm.advantage, "a run that learns from sessions"
+    if advantage_of(config.algorithm).compares_members or config.rollout.num_members > 1:
+        raise ConfigError(
+            f'{what}, and algorithm.advantage = "{advantage}" with rollout.group_size = {config.rollout.group_size}: a session '
+            "has no others to be compared with. Set an advantage without groups: --set algorithm.name=reinforce_plus_plus "
+            "--set rollout.group_size=1 --set pipeline.filter_zero_signal=false; or algorithm.name=ppo, with a critic"
+        )
+    if config.pipeline.max_lag < 1:
+        raise ConfigError(
+            f"{what}, and pipeline.max_lag = {config.pipeline.max_lag:g}: rewards come later. Set it to 1 or more"
+        )
+    if (
+        config.pipeline.rollouts_only
+        or config.data.rollouts is not None
+        or config.algorithm.overlong_buffer is not None
+    ):
+        raise ConfigError(f"{what}: leave pipeline.rollouts_only, data.rollouts and algorithm.overlong_buffer out")
 
 
 def _check_algorithm(config: RunConfig) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
+from millstream.config import load
 from millstream.env.data import PassedData, in_order
 from millstream.env.rewards import PassedRewards, was_passed
 from millstream.errors import ConfigError
@@ -23,6 +24,7 @@ from millstream.events import EventSink
 from millstream.learner import RunLearner
 from millstream.model.adapters import trained_weights
 from millstream.model.load import load_weights
+from millstream.pipeline.outside import OutsideEnvironment
 from millstream.pipeline.pipeline import Parts, Pipeline
 from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.state import CRITIC_FOLDER
@@ -46,6 +48,7 @@ from millstream.run.evaluate import Evaluator
 from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
 from millstream.run.keep_rollouts import close_rollouts, open_rollouts, void_undone
+from millstream.run.learn import LearningEndpoint, check_endpoint, learning_config, open_journal, serving
 from millstream.run.log import RunLog
 from millstream.run.own_thread import as_coroutine, outside_loop
 from millstream.run.prepare import Prepared, prepare_run
@@ -80,22 +83,24 @@ def train(
     name: str = "run",
     from_run: str | Path | None = None,
     progress: bool = True,
+    endpoint: LearningEndpoint | None = None,
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names; several are weighed as its [[reward]] tables say. `data`: records, a list of dicts or a
     `datasets.Dataset`, where the config names none. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the
-    run begins with. `progress`: whether lines about it are printed to standard error. It works in a notebook as well; in a
-    coroutine: `await train_async(...)`."""
+    run begins with. `progress`: whether lines about it are printed to standard error. `endpoint`: serves a run that learns from
+    its use (see `learn`). It works in a notebook as well; in a coroutine: `await train_async(...)`."""
+    check_endpoint(config, endpoint)
     sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     source = config.data.rollouts
     recorded = None if source is None else recorded_sizes(RunFolder(Path(source)))
     if from_run is None:
         prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, is_new=True)
-        return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
+        return _run(prepared, RunFolder.create(prepared.written, name), sinks, None, endpoint=endpoint)
     branch = find_branch(str(from_run), config)
     prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=branch.found.folder, is_new=True)
     folder = RunFolder.create(prepared.written, name, lambda folder: write_start(branch, folder))
-    return _run(prepared, folder, sinks, None, branch)
+    return _run(prepared, folder, sinks, None, branch, endpoint)
 
 
 @outside_loop
@@ -107,6 +112,7 @@ def resume(
     sinks: Sequence[EventSink] = (),
     changes: Sequence[str] = (),
     progress: bool = True,
+    endpoint: LearningEndpoint | None = None,
 ) -> RunResult:
     """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` and `data` that were passed to
     `train` are passed again. `changes` of its config, such as `learner.learning_rate=1e-6`, are in force from here on, and are
@@ -114,6 +120,7 @@ def resume(
     folder, config = RunFolder.reopen(Path(run_dir), changes)
     sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     try:
+        check_endpoint(config, endpoint)
         if folder.is_finished() and config.pipeline.steps <= folder.steps_done():  # only its result is missing
             return folder.conclude()
         if reward is not None and not was_passed(config.reward):
@@ -128,7 +135,19 @@ def resume(
     except BaseException:
         folder.unlock()
         raise
-    return _run(prepared, folder, sinks, resumed)
+    return _run(prepared, folder, sinks, resumed, endpoint=endpoint)
+
+
+def learn(
+    run_dir: str | Path, endpoint: LearningEndpoint, *, changes: Sequence[str] = (), sinks: Sequence[EventSink] = ()
+) -> RunResult:
+    """Serve the model of a run, and train it on the sessions that clients reward: a new run, which begins with the newest
+    checkpoint of this one. A run that was begun so is resumed. `changes` of its config, as for `resume`."""
+    folder = RunFolder.of_run(Path(run_dir))
+    if load(folder.config, RunConfig).data.sessions:
+        return resume(run_dir, changes=changes, sinks=sinks, endpoint=endpoint)
+    config = learning_config(folder, tuple(changes))
+    return train(config, sinks=sinks, name=f"{folder.path.name}-learn", from_run=run_dir, endpoint=endpoint)
 
 
 train_async = as_coroutine(train)
@@ -141,6 +160,7 @@ def _run(
     sinks: Sequence[EventSink],
     resumed: ResumePoint | None,
     branch: Branch | None = None,
+    endpoint: LearningEndpoint | None = None,
 ) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
     tracking, best = Tracking(prepared.config), None
@@ -158,6 +178,7 @@ def _run(
             log.recall(event)
         run = ActiveRun(prepared, folder, log, resumed)
         run.best = best
+        run.endpoint = endpoint
         if branch is not None:
             log.emit(branch.event(run.clock.now()))
         void_undone(run)
@@ -328,9 +349,10 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     await run.waits.on(OWNER, f"version {run.start_version} to be published", publishing)
     state = None if run.found is None else run.found.pipeline_state()
     recorded = await asyncio.to_thread(recorded_batches, prepared.written)
+    journal = open_journal(run) if config.data.sessions else None
     parts = Parts(
         engines=fleet.router.engines,
-        environment=prepared.environment,
+        environment=prepared.environment if journal is None else OutsideEnvironment(journal),
         learner=learner,
         store=await run.waits.on(OWNER, "the store to be open", _open_store(run, scorers, recorded)),
         stages=scorers.stages,
@@ -345,10 +367,11 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     )
     if run.found is None:
         run.emit_started()
+    algorithm = build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards, prepared.backend.launcher)
     run.pipeline = Pipeline(
         parts,
         in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
-        build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards, prepared.backend.launcher),
+        algorithm if journal is None else structs.replace(algorithm, group_reward=None),  # clients reward
         config=config.pipeline,
         rollout=config.rollout,
         seed=config.seed,
@@ -359,6 +382,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         incarnation=run.incarnation,
         router=fleet.router,
         recorded=recorded,
+        outside=journal,
     )
     if run.best is not None:
         run.best.is_awaited = partial(evaluator.is_awaited, run.best.table.name)
@@ -367,8 +391,9 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         restore_random_states(run.state.generators)
     fleet.weights = channel
     try:
-        with seldom_collected():
-            await run.pipeline.run()
+        async with nullcontext() if journal is None else serving(run, fleet.router, journal):
+            with seldom_collected():
+                await run.pipeline.run()
     finally:
         run.end_grace()
         await run.waits.on(OWNER, "the last checkpoint to be written", trainers.checkpoints.close())

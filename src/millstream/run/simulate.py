@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
-from millstream.algo import advantage_of, credit_for
+from millstream.algo import advantage_of, credit_for, signal_for
 from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load, to_toml
 from millstream.engine.base import SPAN_S
@@ -347,7 +347,7 @@ class _SimRun:
             micro_batch_tokens=learner.pass_tokens * learner.ranks,
             mini_batches=learner.mini_batches,
             credit=credit_for(config.algorithm),
-            compares_turns=config.algorithm.advantage == "turns",
+            signal=signal_for(config.algorithm),
             critic_batch_tokens=learner.pass_tokens if critic is None else critic.micro_batch_tokens,
             proximal_batch_tokens=learner.pass_tokens
             if config.proximal is None

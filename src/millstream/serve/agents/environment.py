@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from msgspec import structs
+
 from millstream import imports
-from millstream.env import Context, Text
+from millstream.env import Context, EpisodeReward, SplitReward, Text
 from millstream.env.agent import agent_config
 from millstream.env.config import EnvironmentConfig
 from millstream.env.rewards import CompletionScorer
@@ -42,6 +44,7 @@ def make_agent(
         end_tokens=end_tokens,
         vocabulary=vocabulary,
         max_calls=agent.max_calls,
+        agents=agent.agents,
         takes_stops=takes_stops,
         parse=parser_named(text.tool_format if config.tool_format == AUTO else config.tool_format),
     )
@@ -56,6 +59,7 @@ class AgentEnvironment:
         self._name = config.shown
         self._gateway = gateway
         self._scorer = scorer
+        self._agents = agent.agents
         self._command = agent.command
         self._function: Callable[..., Any] | None = imports.load_function(agent.function) if agent.function else None
         self._score: Callable[..., Any] | None = imports.load_function(agent.score) if agent.score else None
@@ -64,13 +68,14 @@ class AgentEnvironment:
         self._places = AgentPlaces()
         self._threads = DaemonThreads(f"agents of {self._name}", most=MAX_THREADS)
 
-    async def rollout(self, context: Context) -> float:
+    async def rollout(self, context: Context) -> EpisodeReward:
         async with (
             self._thread(context),
             self._places.folder() as folder,
             self._gateway.opened(context) as session,
         ):
-            access = AgentAccess(base_url=session.url, api_key=session.key, model=MODEL, folder=folder)
+            model = self._agents[0] if self._agents else MODEL
+            access = AgentAccess(base_url=session.url, api_key=session.key, model=model, folder=folder)
             result = await self._result(context, session, access)
             return await self._reward(context, result)
 
@@ -112,13 +117,26 @@ class AgentEnvironment:
         except BaseException as error:  # user code, also if it calls sys.exit: any error fails this rollout only
             raise EnvironmentFailed(f"{self._name} raised {type(error).__name__}: {shown(str(error))}") from error
 
-    async def _reward(self, context: Context, result: AgentResult) -> float:
+    async def _reward(self, context: Context, result: AgentResult) -> EpisodeReward:
         if self._score is not None:
             scored = await context.waiting("the score of the agent", self._scored(self._score, context.task, result))
-            return finite_number(scored, "score")
+            return self._checked(scored, "score")
         if result.reward is not None:
-            return finite_number(result.reward, self._name)
+            return self._checked(result.reward, self._name)
         return await context.waiting(self._scorer.name, self._scorer.score(context.task, result.text))
+
+    def _checked(self, reward: Any, name: str) -> EpisodeReward:
+        """Agents that were rewarded by name are in their order afterwards."""
+        if isinstance(reward, Mapping):
+            reward = SplitReward(reward=dict(reward))
+        if not isinstance(reward, SplitReward):
+            return finite_number(reward, name)
+        if not isinstance(reward.reward, dict):
+            return reward
+        if set(reward.reward) != set(self._agents):
+            found, expected = ", ".join(map(str, reward.reward)), ", ".join(self._agents) or "none: set args.agents"
+            raise EnvironmentFailed(f"{name} rewards the agents {shown(found)}: expected {expected}")
+        return structs.replace(reward, reward=[reward.reward[agent] for agent in self._agents])
 
     async def _scored(self, score: Callable[..., Any], task: Task, result: AgentResult) -> Any:
         try:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -24,7 +25,7 @@ from millstream.errors import EnvironmentFailed, RequestRefused, RolloutError
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.app import service_app
-from millstream.serve.openai.request_schema import BadRequest
+from millstream.serve.openai.request_schema import BadRequest, CompletionRequest
 from millstream.serve.openai.service import Generation, ModelService, ModelServiceConfig, Served
 from millstream.serve.openai.sessions import SessionLimits, SessionPart, Turn
 from millstream.types import Completion, Sampled, TurnLimits
@@ -44,8 +45,9 @@ again, which begins a part."""
 class AgentCall:
     """One call of an agent, until the rollout has answered it."""
 
-    def __init__(self, turn: Turn, limits: TurnLimits) -> None:
+    def __init__(self, turn: Turn, limits: TurnLimits, agent: int) -> None:
         self.turn = turn
+        self.agent = agent
         self.limits = limits
         self.reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
@@ -53,14 +55,15 @@ class AgentCall:
 class AgentSession:
     """The calls of one rollout, and the parts that they become. `url` and `key` are what its program needs."""
 
-    def __init__(self, url: str, key: str, context: Context) -> None:
+    def __init__(self, url: str, ids: Sequence[str], context: Context) -> None:
         self.url = url
-        self.key = key
+        self.ids = ids  # of the session of each agent
+        self.key = ids[0]
         self.num_calls = 0
         self.failure: RolloutError | None = None  # ends the rollout, whatever the agent makes of it
         self.calls: asyncio.Queue[AgentCall | None] = asyncio.Queue()  # None: the program has ended
         self._context = context
-        self._unused: list[Context] = [context]
+        self._unused: list[list[Context]] = [[context], *([] for _ in ids[1:])]  # of each agent
         self._parts: dict[SessionPart, Context] = {}  # those that can be continued
         self._generated: dict[Turn, Context] = {}  # of answers that are on their way to the agent
         self._lengths: dict[Context, int] = {}  # tokens of each part
@@ -70,8 +73,9 @@ class AgentSession:
         before = call.turn.before
         part = None if before is None else self._parts.pop(before, None)
         is_new = part is None  # a new conversation, an edited history, or the second call that continues one place
+        unused = self._unused[call.agent]
         if part is None:
-            part = self._unused.pop() if self._unused else self._context.part()
+            part = unused.pop() if unused else self._context.part(call.agent)
         num_known = 0 if is_new or before is None else len(before.token_ids)
         completion: Completion | None = None
         refusal: Exception = BadRequest(ENDED, status=401)
@@ -90,7 +94,7 @@ class AgentSession:
                 self._generated[call.turn] = part
                 call.reply.set_result(completion)
         elif is_new or before is None:
-            self._unused.append(part)
+            unused.append(part)
         else:
             self._parts[before] = part
 
@@ -135,12 +139,14 @@ class AgentGateway(ModelService):
         max_calls: int,
         takes_stops: bool,
         parse: Parser,
+        agents: tuple[str, ...] = (),
     ) -> None:
         served = Served(
             name=MODEL, engine=_NoEngine(), text=text, end_tokens=end_tokens, vocabulary=vocabulary, context=MANY
         )
         super().__init__(served, ModelServiceConfig(port=0, sessions=LIMITS, max_requests=MANY), RealClock())
         self._max_calls = max_calls
+        self._names = agents or (MODEL,)
         self._takes_stops = takes_stops
         self._parse = parse
         self._agents: dict[str, AgentSession] = {}
@@ -152,13 +158,15 @@ class AgentGateway(ModelService):
     async def opened(self, context: Context) -> AsyncIterator[AgentSession]:
         """A session for one rollout. Its key is refused afterwards."""
         await self._start()
-        key = self._sessions.create()
-        session = self._agents[key] = AgentSession(f"{self._url}/v1", key, context)
+        ids = [self._sessions.create() for _ in self._names]
+        session = AgentSession(f"{self._url}/v1", ids, context)
+        self._agents |= dict.fromkeys(ids, session)
         try:
             yield session
         finally:
-            del self._agents[key]
-            self._sessions.delete(key)
+            for session_id in ids:
+                del self._agents[session_id]
+                self._sessions.delete(session_id)
             session.close()
 
     def routes(self) -> list[Route]:
@@ -191,12 +199,25 @@ class AgentGateway(ModelService):
             await self._listening  # raises why
         self._url = self._ready.result()
 
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._names:
+            why = f"no model {name[:64]!r} here: expected {' or '.join(map(repr, self._names))}"
+            raise BadRequest(why, "model", status=404, code="model_not_found")
+
     def _session_id(self, request: Request) -> str:
         """The key, as OpenAI's clients send it, or Anthropic's."""
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").partition(" ")[2].strip()
         if key not in self._agents:
             raise BadRequest("no rollout has this key, or it has ended", status=401)
         return key
+
+    async def _tokenize(self, call: CompletionRequest) -> Generation:
+        """In the session of the agent that the call names as its model: agents do not continue each other's parts."""
+        session = self._agents.get(call.session_id or "")
+        if session is None:
+            raise BadRequest(ENDED, status=401)
+        agent = 0 if call.model is None else self._names.index(call.model)
+        return await super()._tokenize(structs.replace(call, session_id=session.ids[agent]))
 
     async def _generate(
         self, generation: Generation, request: EngineRequest, on_sampled: Callable[[Sampled], None]
@@ -214,7 +235,8 @@ class AgentGateway(ModelService):
         if generation.call.stops and not self._takes_stops:
             raise BadRequest("stop is not supported by the engine of this run: leave it out", "stop")
         most = generation.call.max_tokens
-        call = AgentCall(turn, TurnLimits(max_tokens=most, stop_strings=generation.call.stops))
+        limits = TurnLimits(max_tokens=most, stop_strings=generation.call.stops)
+        call = AgentCall(turn, limits, session.ids.index(turn.session_id))
         session.calls.put_nowait(call)
         return await call.reply
 

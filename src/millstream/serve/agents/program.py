@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from millstream.env import SplitReward
 from millstream.env.rewards.call import is_coroutine
 from millstream.errors import EnvironmentFailed, shown
 from millstream.rpc.threads import DaemonThreads
@@ -47,7 +48,8 @@ class AgentResult(Struct, frozen=True, kw_only=True):
 
     value: Any  # what the function returned; of a command, its standard output
     folder: Path
-    reward: float | None = None  # that the agent gave itself: a number that the function returned, or in reward.json
+    # that the agent gave itself: a number or a `SplitReward` that the function returned, or what reward.json has
+    reward: float | SplitReward | None = None
 
     @property
     def text(self) -> str:
@@ -105,7 +107,7 @@ async def run_function(
         value = await function(task, access)
     else:
         value = await threads.call(lambda: function(task, access))
-    reward = float(value) if isinstance(value, numbers.Real) else None
+    reward = float(value) if isinstance(value, numbers.Real) else value if isinstance(value, SplitReward) else None
     return AgentResult(value=value, folder=access.folder, reward=reward)
 
 
@@ -172,12 +174,17 @@ async def _end_of(stream: asyncio.StreamReader | None) -> str:
     return kept.decode("utf-8", "replace")
 
 
-def _own_reward(folder: Path) -> float | None:
+def _own_reward(folder: Path) -> SplitReward | None:
     path = folder / REWARD_FILE
     if not path.is_file():
         return None
     try:
         value = json.loads(path.read_text())
-        return float(value["reward"] if isinstance(value, dict) else value)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EnvironmentFailed(f'the agent left a {REWARD_FILE} that is not {{"reward": NUMBER}}: {error}') from error
+        split = msgspec.convert(value if isinstance(value, dict) else {"reward": value}, SplitReward)
+        if split == SplitReward():
+            raise ValueError(f"it is {shown(str(value))}")
+        return split
+    except (OSError, ValueError) as error:
+        raise EnvironmentFailed(
+            f'the agent left a {REWARD_FILE} that is not {{"reward": NUMBER}}, with "turns" or "parts": {error}'
+        ) from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct, structs
 
@@ -78,6 +78,7 @@ class Sessions:
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._num_tokens = 0  # of all sessions
+        self.on_idle: Callable[[str], None] = lambda session_id: None  # called with one that was idle for too long
 
     def __len__(self) -> int:
         self._delete_idle()
@@ -104,6 +105,12 @@ class Sessions:
     def delete(self, session_id: str) -> None:
         self._num_tokens -= self.find(session_id).num_tokens
         del self._sessions[session_id]
+
+    def put_back(self, session_id: str, session: Session) -> None:
+        """One that was deleted."""
+        self._sessions[session_id] = session
+        self._num_tokens += session.num_tokens
+        self._use(session_id, session)
 
     def parts(self, session_id: str) -> Sequence[SessionPart]:
         return tuple(self.find(session_id).parts)
@@ -172,7 +179,9 @@ class Sessions:
     def _delete_idle(self) -> None:
         limit = self._clock.now() - self._limits.idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at < limit:
-            self._num_tokens -= self._sessions.popitem(last=False)[1].num_tokens
+            session_id, session = self._sessions.popitem(last=False)
+            self._num_tokens -= session.num_tokens
+            self.on_idle(session_id)
 
 
 def continued(

@@ -1,0 +1,79 @@
+"""Rollouts from outside, on the virtual clock: whenever their rewards come, none is trained too old, twice, or unadmitted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.events import GroupAdmitted, GroupLeft, RolloutEnded
+from millstream.pipeline.outside import OutsideEnvironment, OutsideRollout, OutsideTurn
+from millstream.pipeline.pipeline import Pipeline
+from millstream.types import Completion, Fate, Finish, Task
+from support.simulated import World, check, simulate
+
+
+class Users:
+    """Their rewards come after `seconds` each, for sessions that began up to `age` versions ago."""
+
+    def __init__(self, seed: int, *, seconds: float, age: int) -> None:
+        self._rng = random.Random(seed)
+        self._seconds = seconds
+        self._age = age
+        self.versions: list[tuple[int, int]] = []
+        self.dropped: list[str] = []
+
+    def attach(self, pipeline: Pipeline) -> None:
+        pipeline._outside = self
+        self._admission = pipeline.admission
+
+    async def __aiter__(self) -> AsyncIterator[Task]:
+        while True:
+            await asyncio.sleep(self._rng.expovariate(1 / self._seconds))
+            newest = self._admission.version
+            self.versions.append((max(0, newest - self._rng.randint(0, self._age)), newest))
+            yield Task(id=f"session-{len(self.versions) - 1}", prompt="")
+
+    def oldest_version(self, task: Task) -> int:
+        return self.versions[int(task.id.removeprefix("session-"))][0]
+
+    async def read(self, task: Task) -> OutsideRollout:
+        versions = self.versions[int(task.id.removeprefix("session-"))]
+        answer = Completion(tokens=(5, 6), logprobs=(-0.5, -0.25), versions=versions, finish=Finish.STOP)
+        return OutsideRollout(reward=self._rng.random(), parts=[[OutsideTurn([1], answer), OutsideTurn([2], answer)]])
+
+    def drop(self, task: Task, version: int) -> None:
+        assert self.oldest_version(task) + self._admission.bound < version
+        self.dropped.append(task.id)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 1000),
+    max_lag=st.sampled_from([1, 1.5, 2, 4]),
+    groups=st.integers(1, 4),
+    seconds=st.sampled_from([0.01, 1.0, 20.0]),
+    age=st.integers(0, 6),
+    train_token_s=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_rollouts_from_outside_are_trained_once_within_the_bound_or_dropped(
+    seed: int, max_lag: float, groups: int, seconds: float, age: int, train_token_s: float
+) -> None:
+    users = Users(seed, seconds=seconds, age=age)
+    world = World(
+        steps=6, groups_per_step=groups, group_size=1, max_lag=max_lag, filter_zero_signal=False, train_token_s=train_token_s
+    )  # fmt: skip
+    outcome = simulate(world, environment=OutsideEnvironment(users), on_pipeline=users.attach)
+    task_of = {event.group_id: event.task_id for event in outcome.sink.of(GroupAdmitted)}
+    trained = [task_of[event.group_id] for event in outcome.sink.of(GroupLeft) if event.fate is Fate.TRAINED]
+    assert len(trained) == len(set(trained)) == 6 * groups
+    assert not set(trained) & set(users.dropped) and set(task_of.values()) | set(users.dropped) <= {
+        f"session-{number}" for number in range(len(users.versions))
+    }
+    check(world, outcome)
+    assert outcome.engines[0].stats().requests_finished == 0, "nothing is generated for training"
+    for ended in outcome.sink.of(RolloutEnded):
+        assert ended.start_version == users.versions[int(task_of[ended.group_id].removeprefix("session-"))][0]
