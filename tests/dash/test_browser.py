@@ -302,7 +302,7 @@ def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab
     wait_until(page, "location.hash.includes('sort=reward')")
     page.locator(".rows .row", has_text="1").first.click()
     page.wait_for_selector(".tokens span")
-    for color in ("log_prob", "advantage", "none", "version"):
+    for color in ("log_prob", "ratio", "advantage", "none", "version"):
         page.get_by_label("color by").select_option(color)
         page.wait_for_selector(f"pre.tokens.{color}")
     page.locator("pre.tokens span").first.hover()
@@ -338,11 +338,11 @@ def test_text_of_prompts_notes_and_names_is_text(url: str, tab: Tab) -> None:
 
 
 def test_a_link_shows_the_same_again(url: str, tab: Tab, browser: Any) -> None:
-    page = tab.open(url, "done", "rollouts", "?group=2&member=1&color=advantage&beside=1")
+    page = tab.open(url, "done", "rollouts", "?group=2&member=1&color=ratio&beside=1")
     page.wait_for_selector(".beside section")
     page.reload()
     page.wait_for_selector(".beside section")
-    assert page.get_by_label("color by").input_value() == "advantage"
+    assert page.get_by_label("color by").input_value() == "ratio"
     assert text_of(page, ".group h2").startswith("Group 2")
 
 

@@ -42,7 +42,7 @@ from millstream.events.sinks import MemorySink
 from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.reschedule import Changed
 from millstream.sim.learner import SimLearner
-from millstream.types import Fate, Finish, Rollout, TrainRow
+from millstream.types import Fate, Finish, HalfFloats, Metrics, Rollout, Tokens, TrainRow
 from support.simulated import Diary, World, simulate
 from support.worlds import unless_all_fail, worlds
 
@@ -50,15 +50,39 @@ NO_BOUND = 1e12
 
 
 class Recorder(SimLearner):
-    """A learner that remembers the rows that it trained, in order."""
+    """A learner that remembers the rows that it trained, in order. The log ratio of a token is a function of the token."""
 
     def __init__(self) -> None:
         super().__init__(token_s=1e-4)
         self.rows: list[TrainRow] = []
+        self._num_before = 0
+        self._log_ratios = np.zeros(0, np.float16)
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         self.rows += rows
         await super().accumulate(rows)
+
+    async def step(self) -> Metrics:
+        trained = [log_ratio_of(row.tokens[row.loss_mask]) for row in self.rows[self._num_before :]]
+        self._log_ratios = np.concatenate([np.zeros(0, np.float16), *trained])
+        self._num_before = len(self.rows)
+        return await super().step()
+
+    def log_ratios(self) -> HalfFloats:
+        return self._log_ratios
+
+
+def log_ratio_of(tokens: Tokens) -> HalfFloats:
+    return (tokens % 7 / 8).astype(np.float16)
+
+
+def assert_trained_logprobs(dump: RolloutDump, *, version: int) -> None:
+    """What was trained before this version has its own, and nothing else has any."""
+    for one in everything(dump):
+        assert (one.trained_logprobs is None) == (one.step is None or one.step > version)
+        for part, found in zip(one.parts, one.trained_logprobs or (), strict=False):
+            expected = np.where(part.loss_mask, part.logprobs + log_ratio_of(part.tokens), np.nan)
+            assert np.array_equal(found, expected, equal_nan=True)
 
 
 def writer_in(run_dir: Path, sink: MemorySink, *, first: int = 0, upto: int | None = None) -> RolloutWriter:
@@ -108,6 +132,7 @@ def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_
                 whole = simulate(world, keeper=diary, learner=first, rollouts=keep)
                 writers[0].close()
                 assert_same(kept_rows(RolloutDump(run_dir)), first.rows)
+                assert_trained_logprobs(RolloutDump(run_dir), version=whole.pipeline.admission.version)
                 kept = cut.choice(diary.kept)
                 last = len(whole.sink.events)
 
@@ -115,12 +140,13 @@ def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_
                     writers.append(writer_in(run_dir, sink, first=last, upto=kept.mark))
                     return writers[-1]
 
-                simulate(world, kept=kept, learner=second, rollouts=keep_on)
+                again = simulate(world, kept=kept, learner=second, rollouts=keep_on)
         finally:
             writers[-1].close()
         dump = RolloutDump(run_dir)
         rows = kept_rows(dump, kept.standing.ledger.version)
         assert_same(kept_rows(dump), [*first.rows[: len(rows)], *second.rows])
+        assert_trained_logprobs(dump, version=again.pipeline.admission.version)
         assert len(rows) == kept.num_rows or kept.num_rows == 0
 
 

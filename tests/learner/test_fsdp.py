@@ -288,6 +288,7 @@ def test_what_was_measured_before_a_restore_or_a_step_is_not_measured_again(
             await learner.accumulate(rows)
             await learner.logprobs(rows)
             await learner.step()
+        assert np.allclose(two_learner.log_ratios(), alone.log_ratios(), atol=1e-3)
         assert_logprobs(await two_learner.logprobs(rows), await alone.logprobs(rows))
 
     asyncio.run(program())
@@ -324,7 +325,10 @@ def test_rows_with_a_number_that_is_not_finite_are_left_out_by_name_on_whatever_
 
     assert asyncio.run(step([])) == {}
     assert asyncio.run(step(bad)) == {"skipped_rows": 4.0}
+    assert np.isnan(two_learner.log_ratios()).all()
     assert asyncio.run(step([*rows[:3], bad[3]]))["skipped_rows"] == 1.0
+    counts = [np.count_nonzero(row.loss_mask) for row in rows]
+    assert np.array_equal(np.isnan(two_learner.log_ratios()), np.repeat([False, False, False, True], counts))
     until_said(caplog, "row 3 is left out")
 
 

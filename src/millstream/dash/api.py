@@ -308,6 +308,7 @@ class TokenColumns(Struct, frozen=True, kw_only=True):
     texts: list[str]
     versions: list[int] | None
     log_probs: list[float | None] | None
+    trained_log_probs: list[float | None] | None  # the learner's, when it trained them
     advantages: list[float | None] | None
     reference_log_probs: list[float | None] | None
 

@@ -280,11 +280,12 @@ def _member(
     references: dict[tuple[int, int], Floats | None],
     events: Sequence[AnyEvent],
 ) -> MemberRow:
-    advantages = one.advantages or [None] * len(one.parts)
+    nothing = [None] * len(one.parts)
+    columns = zip(one.parts, one.advantages or nothing, one.trained_logprobs or nothing, strict=True)
     turns = [
         turn
-        for part, own in zip(one.parts, advantages, strict=True)
-        for turn in _turns(part, decode, own, references.get((part.member, part.part)))
+        for part, advantages, trained in columns
+        for turn in _turns(part, decode, advantages, trained, references.get((part.member, part.part)))
     ]
     return MemberRow(
         row=_row(one, decode, sources),
@@ -296,7 +297,9 @@ def _member(
     )
 
 
-def _turns(part: Rollout, decode: Decode, advantages: Floats | None, reference: Floats | None) -> Iterator[TurnRow]:
+def _turns(
+    part: Rollout, decode: Decode, advantages: Floats | None, trained: Floats | None, reference: Floats | None
+) -> Iterator[TurnRow]:
     number = 0
     for is_sampled, of in mask_runs(part.loss_mask):
         tokens = part.tokens[of].tolist()
@@ -308,6 +311,7 @@ def _turns(part: Rollout, decode: Decode, advantages: Floats | None, reference: 
                 texts=token_texts(tokens, decode),
                 versions=part.versions[of].tolist() if is_sampled else None,
                 log_probs=_floats(part.logprobs[of]) if is_sampled else None,
+                trained_log_probs=_floats(trained[of]) if is_sampled and trained is not None else None,
                 advantages=_floats(advantages[of]) if is_sampled and advantages is not None else None,
                 reference_log_probs=_floats(reference[of]) if is_sampled and reference is not None else None,
             )

@@ -226,6 +226,7 @@ export interface TokenColumns {
   readonly texts: readonly string[];
   readonly versions: readonly number[] | null;
   readonly log_probs: readonly (number | null)[] | null;
+  readonly trained_log_probs: readonly (number | null)[] | null;
   readonly advantages: readonly (number | null)[] | null;
   readonly reference_log_probs: readonly (number | null)[] | null;
 }

@@ -1,8 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import type { GroupAnswer, MemberRow, ReportAnswers, RolloutRow, RolloutsAnswer } from "../src/api.ts";
-import { advantageStep, logProbStep, tokenClass } from "../src/color.ts";
-import { memberOf, nameOf, phasesOf } from "../src/views/group.tsx";
+import { advantageStep, logProbStep, ratioStep, tokenClass } from "../src/color.ts";
+import { memberOf, nameOf, phasesOf, valuesOf } from "../src/views/group.tsx";
 import { placeOf } from "../src/views/rollouts.tsx";
 import { AnswerError, address, EmbeddedSource, selectRollouts } from "../src/source.ts";
 
@@ -56,11 +56,18 @@ test("every attempt of a member can be read, and the last one is shown first", (
 
 test("steps of token colors have their limits", () => {
   assert.deepEqual([0.95, 0.6, 0.2, 0.05, 0.001].map((p) => logProbStep(Math.log(p))), [0, 1, 2, 3, 4]);
+  assert.deepEqual([0.5, 0.8, 0.9, 1, 1.1, 1.3, 2].map(ratioStep), [-3, -2, -1, 0, 1, 2, 3]);
   assert.deepEqual([-1, -0.1, 0, 0.1, 1].map(advantageStep), [-2, -1, 0, 1, 2]);
 });
 
 test("a token without a value has no color", () => {
-  assert.equal(tokenClass("log_prob", null), "");
+  assert.equal(tokenClass("ratio", null), "");
   assert.equal(tokenClass("none", 1), "");
-  assert.deepEqual([tokenClass("version", 7), tokenClass("advantage", -1)], ["v1", "an2"]);
+  assert.deepEqual([tokenClass("version", 7), tokenClass("ratio", 0.5), tokenClass("advantage", -1)], ["v1", "rn3", "an2"]);
+});
+
+test("the ratio of a token that was not trained is not known", () => {
+  const tokens = { texts: ["a", "b"], versions: [0, 0], log_probs: [-1, -2], trained_log_probs: [-1, null], advantages: null, reference_log_probs: null };
+  assert.deepEqual(valuesOf(tokens, "ratio"), [1, null]);
+  assert.equal(valuesOf({ ...tokens, trained_log_probs: null }, "ratio"), null);
 });
