@@ -214,6 +214,7 @@ def test_rollouts_are_sorted_searched_and_read_turn_by_turn(kept: Path) -> None:
     assert len(trained["rows"]) == 2 and {row["fate"] for row in trained["rows"]} == {"trained"}
     row = trained["rows"][0]
     assert ask(client, f"runs/kept/rollouts?query={row['task']}&step={row['step']}")["total"] >= 1
+    assert ask(client, f"runs/kept/rollouts?query={row['fate']}&limit=500")["total"] >= trained["total"]
     group = ask(client, f"runs/kept/rollouts/{row['group_id']}")
     (member,) = [one for one in group["members"] if one["row"]["member"] == row["member"]]
     sampled = [turn for turn in member["turns"] if turn["role"] == "model"]
@@ -222,6 +223,38 @@ def test_rollouts_are_sorted_searched_and_read_turn_by_turn(kept: Path) -> None:
     assert len(tokens["texts"]) == len(tokens["versions"]) == len(tokens["log_probs"]) == len(tokens["advantages"])
     life = member["life"]
     assert life["admitted"] <= life["started"] <= life["generated"] <= life["taken"] <= life["trained"]
+
+
+def test_the_search_reads_the_whole_text_of_every_rollout_and_continues_where_it_was(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = ask(client_of(kept), "runs/kept/rollouts?limit=500")
+    assert every["num_searched"] is None and not every["is_searching"]
+    groups = {row["group_id"] for row in every["rows"]}
+    texts = {
+        (number, one["row"]["member"], one["row"]["attempt"]): "".join(turn["text"] for turn in one["turns"])
+        for number in groups
+        for one in ask(client_of(kept), f"runs/kept/rollouts/{number}")["members"]
+    }
+    words = next(text[-12:] for text in texts.values() if len(text) > 200)
+    expected = {place for place, text in texts.items() if words in text}
+    monkeypatch.setattr("millstream.dash.runs.ANSWER_S", 0.0)
+    client = client_of(kept)
+    stamps, found = set(), ask(client, f"runs/kept/rollouts?query={words}&limit=500")
+    while found["is_searching"] or found["num_read"] < found["num_kept"]:
+        stamps.add(ask(client, "runs")["runs"][0]["stamp"])
+        monkeypatch.setattr("millstream.dash.runs.ANSWER_S", 1e-4)
+        found = ask(client, f"runs/kept/rollouts?query={words}&limit=500")
+    assert {(row["group_id"], row["member"], row["attempt"]) for row in found["rows"]} == expected
+    assert found["num_searched"] == found["num_kept"] and len(stamps) > 1
+
+
+def test_a_search_ends_at_its_bound_with_the_newest(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.dash.search.MAX_SEARCHED_TOKENS", 100)
+    found = ask(client_of(kept), "runs/kept/rollouts?query=%201&limit=500")
+    assert 0 < found["num_searched"] < found["num_kept"] and not found["is_searching"]
+    newest = ask(client_of(kept), "runs/kept/rollouts?limit=500")["rows"][: found["num_searched"]]
+    assert {row["group_id"] for row in found["rows"]} <= {row["group_id"] for row in newest}
 
 
 def test_config_differences_name_the_keys_that_differ(tmp_path: Path) -> None:

@@ -300,6 +300,8 @@ class RolloutsAnswer(Struct, frozen=True, kw_only=True):
     environments: list[str]
     fates: list[str]
     why_none: str | None  # why the run has none; None: it has
+    num_searched: int | None  # whose whole text was searched, the newest; None: nothing was searched for
+    is_searching: bool  # the search continues with the next request
 
 
 class TokenColumns(Struct, frozen=True, kw_only=True):

@@ -220,6 +220,8 @@ export interface RolloutsAnswer {
   readonly environments: readonly string[];
   readonly fates: readonly string[];
   readonly why_none: string | null;
+  readonly num_searched: number | null;
+  readonly is_searching: boolean;
 }
 
 export interface TokenColumns {

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import type { GroupAnswer, MemberRow, ReportAnswers, RolloutRow, RolloutsAnswer } from "../src/api.ts";
 import { advantageStep, logProbStep, ratioStep, tokenClass } from "../src/color.ts";
 import { memberOf, nameOf, phasesOf, valuesOf } from "../src/views/group.tsx";
-import { placeOf } from "../src/views/rollouts.tsx";
+import { placeOf, searchWords } from "../src/views/rollouts.tsx";
 import { AnswerError, address, EmbeddedSource, selectRollouts } from "../src/source.ts";
 
 const row = (group_id: number, reward: number | null, more: Partial<RolloutRow> = {}): RolloutRow => ({
@@ -11,8 +11,8 @@ const row = (group_id: number, reward: number | null, more: Partial<RolloutRow> 
   advantage: 0, num_tokens: 10, fate: "trained", head: "", ...more,
 });
 const ALL: RolloutsAnswer = {
-  total: 4, num_kept: 4, num_read: 4, num_away: 0, environments: [], fates: [], why_none: null,
-  rows: [row(1, 0.5), row(2, null, { fate: "failed" }), row(3, 1, { head: "The Answer" }), row(4, 0)],
+  total: 4, num_kept: 4, num_read: 4, num_away: 0, environments: [], fates: [], why_none: null, num_searched: null, is_searching: false,
+  rows: [row(1, 0.5), row(2, null, { fate: "failed" }), row(3, 1), row(4, 0)],
 };
 const groups = (answer: RolloutsAnswer): number[] => answer.rows.map((one) => one.group_id);
 
@@ -26,10 +26,19 @@ test("requests are the paths of the server, with names escaped", () => {
 test("a report sorts and filters its rollouts, and rows without the value are last", () => {
   assert.deepEqual(groups(selectRollouts(ALL, { sort: "reward", descending: 1 })), [3, 1, 4, 2]);
   assert.deepEqual(groups(selectRollouts(ALL, { sort: "reward" })), [4, 1, 3, 2]);
-  assert.deepEqual(groups(selectRollouts(ALL, { query: "the answer" })), [3]);
+  const spoken = { group_id: 3, members: [{ row: row(3, 1), turns: [{ text: "a prompt" }, { text: "The Answer" }] }] } as unknown as GroupAnswer;
+  assert.deepEqual(groups(selectRollouts(ALL, { query: "the answer" }, [spoken])), [3]);
+  assert.deepEqual(groups(selectRollouts(ALL, { query: "FAILED" })), [2]);
   assert.deepEqual(groups(selectRollouts(ALL, { fate: "failed" })), [2]);
   assert.deepEqual(groups(selectRollouts(ALL, { step: "4" })), [4]);
   assert.deepEqual(groups(selectRollouts(ALL, { offset: 1, limit: 2 })), [2, 3]);
+});
+
+test("a search that has not read everything says how far it came", () => {
+  assert.equal(searchWords(ALL), "");
+  assert.equal(searchWords({ ...ALL, num_searched: 4 }), "");
+  assert.equal(searchWords({ ...ALL, num_searched: 3 }), "searched the newest 3 of 4");
+  assert.equal(searchWords({ ...ALL, num_searched: 3, is_searching: true }), "searched 3 of 4 so far");
 });
 
 test("a report says what it does not have", async () => {
