@@ -32,7 +32,9 @@ from millstream.events import (
     RunEnded,
     RunStarted,
     Span,
+    Status,
     Stepped,
+    WaitNow,
     Warned,
 )
 from millstream.events.sinks import JsonlSink, read_events
@@ -126,6 +128,43 @@ def test_lanes_have_the_busy_time_of_the_summary_at_every_zoom(sim: Path) -> Non
     part = ask(client, f"runs/sim/lanes?points=400&begin={middle}&end={middle + 0.2}")
     assert part["is_exact"] and part["begin"] == middle
     assert all(middle <= span[0] <= span[1] <= middle + 0.2 for lane in part["lanes"] for span in lane["spans"])
+
+
+def reading(at: float, *waits: tuple[str, str, float]) -> Status:
+    depths = dict.fromkeys(("requests_running", "requests_waiting", "rows_in_store", "groups_taken", "budget"), 0)
+    now = [WaitNow(owner=owner, what=what, seconds=seconds) for owner, what, seconds in waits]
+    return Status(at=at, groups_outstanding=0, waits=now, **depths)
+
+
+def test_ranks_and_evaluations_have_lanes_and_waits_say_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = [
+        started(),
+        Span(at=1.0, worker="engine-0", what="generate", seconds=1.0, num_tokens=5),
+        Span(at=2.0, worker="learner", what="accumulate", seconds=1.0, num_tokens=5, rank_seconds=[1.0, 0.25]),
+        EvaluationStarted(at=2.0, name="held out step 1", version=1, engines=("engine-0",)),
+        reading(3.0, ("train", "a complete group", 1.0), ("feed", "room under the lag bound", 2.0)),
+        Evaluated(at=3.5, name="held out step 1", version=1, accuracy=1.0, num_tasks=1),
+        Span(at=5.0, worker="engine-0", what="generate", seconds=1.0, num_tokens=5),
+        Span(at=5.0, worker="learner", what="step", seconds=1.0, rank_seconds=[1.0, 0.5]),
+    ]
+    run = write_run(tmp_path / "run", events)
+    found = ask(client_of(run), "runs/run/lanes?points=50")
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert [*lanes] == ["learner", "learner rank 0", "learner rank 1", "engine-0", "evaluations"]
+    waits = {name: [span for span in lane["spans"] if span[2] == "wait"] for name, lane in lanes.items()}
+    assert waits["learner"] == [[2.0, 4.0, "wait", 1.0, 0, "waits for a complete group"]]
+    assert waits["learner rank 1"][0][:2] == [1.25, 4.0]
+    assert waits["engine-0"] == [
+        [1.0, 4.0, "wait", 1.0, 0, "no requests: new groups wait for room under the lag bound"]
+    ]
+    assert lanes["evaluations"]["spans"] == [[2.0, 3.5, "evaluate", 1.0, 0, "held out step 1, on engine-0"]]
+    idle = {"learner": 0.6, "learner rank 0": 0.6, "learner rank 1": 0.85, "engine-0": 0.6, "evaluations": 0.7}
+    assert {name: lane["idle_share"] for name, lane in lanes.items()} == pytest.approx(idle)
+    monkeypatch.setattr("millstream.dash.timeline.MAX_EXACT_TILES", 0)
+    coarse = ask(client_of(run), "runs/run/lanes?points=50")["lanes"]
+    assert {lane["name"]: lane["idle_share"] for lane in coarse} == pytest.approx(idle, abs=0.03)
 
 
 def test_lanes_and_flow_from_tiles_agree_with_those_from_events(sim: Path, monkeypatch: pytest.MonkeyPatch) -> None:

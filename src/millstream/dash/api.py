@@ -24,7 +24,7 @@ from msgspec import Struct
 
 RunStateName = Literal["running", "ended", "stopped", "failed", "dead", "unreadable"]
 """`dead`: the process is gone without an end in the log, and can be resumed. `unreadable`: see `problem`."""
-LaneKind = Literal["learner", "engine", "worker", "stage", "environment", "driver"]
+LaneKind = Literal["learner", "rank", "engine", "worker", "stage", "environment", "evaluation", "driver"]
 WorkKind = Literal["generate", "train", "sync", "score", "environment", "evaluate", "wait", "other"]
 
 
@@ -176,7 +176,8 @@ class SeriesAnswer(Struct, frozen=True, kw_only=True):
 
 
 class LaneSpan(Struct, frozen=True, array_like=True):
-    """Work of a lane. If `share` is below 1, several pieces of work that are too short to show, in that share of the time."""
+    """Work of a lane, or a wait between two pieces of work: its label says for what, where a reading of the state has it. If
+    `share` is below 1, several pieces of work that are too short to show, in that share of the time."""
 
     begin: float
     end: float

@@ -97,9 +97,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     extra_members: int = 0  # members that a group has beyond `group_size`
     is_first_to_finish: bool = False  # whether the surplus is aborted: declared biased
     max_restarts: int = 0  # of an overdue group: declared biased
-    max_replaced: int | None = (
-        None  # of groups that a step replaces before places stay empty; None: the log does not say
-    )
+    max_replaced: int | None = None  # groups that a step replaces before places stay empty; None: the log does not say
     rollouts_from: str = ""  # the run whose recorded batches are trained; empty: rollouts are new
     compares_members: bool = False  # whether a group whose rewards are all equal has no gradient
     learns_from_rewards: bool = True  # False: from a teacher
@@ -315,6 +313,7 @@ class Span(Event, frozen=True, kw_only=True):
     num_steps: int | UnsetType = UNSET  # of an engine that counts them: decode steps,
     num_context: int | UnsetType = UNSET  # tokens in the cache, summed over these steps,
     num_prompt: int | UnsetType = UNSET  # and tokens of prompts that were computed
+    rank_seconds: list[float] | UnsetType = UNSET  # of a learner with several ranks: how long each of them worked
 
 
 class DraftsChecked(Event, frozen=True, kw_only=True):

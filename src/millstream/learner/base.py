@@ -46,6 +46,10 @@ class Learner(Protocol):
         are not recorded."""
         ...
 
+    def rank_seconds(self) -> list[float]:
+        """Of each of several ranks, how long the last `accumulate` or `step` took it. Empty: there is one rank."""
+        ...
+
     async def weights(self) -> Weights:
         """The weights that training may change, and only these: with adapters, the adapters. A copy that later steps do not
         change, complete when this returns: it may be read from another thread or stream."""

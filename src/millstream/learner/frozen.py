@@ -33,6 +33,9 @@ class FrozenLearner:
     def log_ratios(self) -> HalfFloats:
         return np.zeros(0, np.float16)
 
+    def rank_seconds(self) -> list[float]:
+        return []
+
     async def weights(self) -> Weights:
         return self._weights
 

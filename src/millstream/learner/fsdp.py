@@ -116,6 +116,7 @@ class FsdpLearner:
         self._rows: list[TrainRow] = []  # since the last step
         self._rows_of: list[list[TrainRow]] = [[] for _ in range(config.ranks)]  # the same, as they were dealt
         self._log_ratios: HalfFloats = np.zeros(0, np.float16)
+        self._rank_seconds: list[float] = []
 
     def _start_here(self, plan: RankPlan) -> RankProcesses:
         weights = model_weights(self.model)
@@ -142,7 +143,8 @@ class FsdpLearner:
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         dealt = self._dealt(rows)
-        self.ranks.call([Accumulate([pack_rows(rows) for rows in passes]) for passes in dealt])
+        messages = [Accumulate([pack_rows(rows) for rows in passes]) for passes in dealt]
+        self._rank_seconds = self.ranks.call(messages, float)
         self._rows += rows
         for own, passes in zip(self._rows_of, dealt, strict=True):
             own += [row for some in passes for row in some]
@@ -173,14 +175,20 @@ class FsdpLearner:
         self._log_ratios = np.concatenate([np.zeros(0, np.float16), *ordered])
         self._rows = []
         self._rows_of = [[] for _ in tallies]
+        self._rank_seconds = []
         counted = total_tally(tallies)
         self._guard.check(counted)
         if not counted.units:
             return counted.skipped_rows()
-        return counted.metrics(self.ranks.call(ApplyStep(counted), StepResult)[0])
+        stepped = self.ranks.call(ApplyStep(counted), tuple[StepResult, float])
+        self._rank_seconds = [seconds for _, seconds in stepped]
+        return counted.metrics(stepped[0][0])
 
     def log_ratios(self) -> HalfFloats:
         return self._log_ratios
+
+    def rank_seconds(self) -> list[float]:
+        return self._rank_seconds if self._config.ranks > 1 else []
 
     async def weights(self) -> Weights:
         return await self._thread.call(self._weights)

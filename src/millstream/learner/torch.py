@@ -93,6 +93,9 @@ class TorchLearner:
     def log_ratios(self) -> HalfFloats:
         return self._log_ratios
 
+    def rank_seconds(self) -> list[float]:
+        return []
+
     async def weights(self) -> Weights:
         return await self._thread.call(self._weights)
 

@@ -34,6 +34,7 @@ from millstream.store import Lease
 from millstream.types import Metrics, TrainRow, Weights
 
 T = TypeVar("T")
+TRAINING = ("accumulate", "step")  # calls of the learner that every rank takes part in
 
 
 class TakenGroup(NamedTuple):
@@ -229,7 +230,9 @@ class BatchTrainer:
         began = self._context.now()
         result = await self._context.waits.on("train", f"the learner to {what}", work)
         now = self._context.now()
-        self._context.emit(Span(at=now, worker="learner", what=what, seconds=now - began, num_tokens=num_tokens))
+        ranks = self._learner.rank_seconds() if what in TRAINING else []
+        span = Span(at=now, worker="learner", what=what, seconds=now - began, num_tokens=num_tokens)
+        self._context.emit(replace(span, rank_seconds=ranks) if ranks else span)
         return result
 
     async def _train(self, taken: TakenGroup) -> None:

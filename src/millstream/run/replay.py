@@ -274,6 +274,9 @@ class ReplayedLearner(Replayed[RunLearner]):
     def log_ratios(self) -> HalfFloats:
         return self._inner.log_ratios()
 
+    def rank_seconds(self) -> list[float]:
+        return self._inner.rank_seconds()
+
     async def weights(self) -> Weights:
         return await self._call(lambda inner: inner.weights())
 

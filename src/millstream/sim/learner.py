@@ -62,6 +62,9 @@ class SimLearner:
     def log_ratios(self) -> HalfFloats:
         return np.zeros(0, np.float16)
 
+    def rank_seconds(self) -> list[float]:
+        return []
+
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
         return [np.zeros(int(row.loss_mask.sum()), dtype=np.float32) for row in rows]

@@ -127,7 +127,7 @@ export type LaneSpan = readonly [begin: number, end: number, what: "generate" | 
 
 export interface LaneRow {
   readonly name: string;
-  readonly kind: "learner" | "engine" | "worker" | "stage" | "environment" | "driver";
+  readonly kind: "learner" | "rank" | "engine" | "worker" | "stage" | "environment" | "evaluation" | "driver";
   readonly idle_share: number;
   readonly spans: readonly LaneSpan[];
 }
