@@ -20,6 +20,7 @@ from millstream.dash.report import write_report
 from millstream.dash.runs import RunCatalog
 from millstream.dash.server import dash_app
 from support.commands import Command, run_command, start_command
+from support.dash_runs import run_with_rollouts
 from support.runs import metric_rows
 from support.servers import serving
 
@@ -307,6 +308,7 @@ def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab
         page.wait_for_selector(f"pre.tokens.{color}")
     page.locator("pre.tokens span").first.hover()
     assert "version" in text_of(page, ".token.shown")
+    assert ("ratio" in text_of(page, ".token.shown")) == ("not trained" not in text_of(page, ".member"))
     assert "generating" in text_of(page, ".life")
     page.get_by_label("side by side").check()
     page.wait_for_selector(".beside section")
@@ -315,6 +317,17 @@ def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab
     page.keyboard.type("no such words")
     page.wait_for_selector(".list .empty")
     assert "No rollout matches" in text_of(page, ".list .empty")
+    page.get_by_role("searchbox").fill("window.HACKED=1")  # only prompts have it
+    page.wait_for_selector(".rows .tall .row:not(.loading)")
+
+
+def test_a_ratio_that_was_not_recorded_is_said_to_be_absent(url: str, tab: Tab, tmp_path: Path) -> None:
+    run_with_rollouts(tmp_path / "simulated")
+    with dash(tmp_path) as other:
+        for address, run, is_absent in ((url, "done", False), (other, "simulated", True)):
+            page = tab.open(address, run, "rollouts", "?group=2&color=ratio")
+            page.wait_for_selector("pre.tokens.ratio")
+            assert ("No train/behavior ratio is recorded" in text_of(page, ".group")) == is_absent
 
 
 def test_a_long_list_has_few_elements(live: Command, url: str, tab: Tab) -> None:

@@ -177,7 +177,8 @@ class RolloutList:
         with self.lock:
             if not words or self._dump is None:
                 return None
-            search = self._searches[words] = self._searches.pop(words, None) or TextSearch(words)
+            search = self._searches.pop(words) if words in self._searches else TextSearch(words)
+            self._searches[words] = search
             search.open(self._dump)
             while len(self._searches) > MAX_SEARCHES:
                 del self._searches[next(iter(self._searches))]
