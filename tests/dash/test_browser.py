@@ -85,7 +85,8 @@ def wait_for(what: Callable[[], object], seconds: float = 120) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `done`, a run that ended, `live`, which trains until the last tests kill it, and one that is no run's."""
+    """A folder with `done`, a run that ended, `live`, which trains until the last tests kill it, and one that is no run's. Beside
+    it `simulated`, a run without a learner's log-probabilities."""
     folder = tmp_path_factory.mktemp("dash")
     recipe, runs = recipe_in(folder), folder / "runs"
     done = run_command(train(recipe, runs / "done", steps=12))
@@ -94,6 +95,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken = runs / "broken"
     shutil.copytree(runs / "done", broken)
     (broken / "events.jsonl").write_bytes(b"\x00no events\n" * 40)
+    run_with_rollouts(folder / "simulated")
     return runs
 
 
@@ -321,13 +323,12 @@ def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab
     page.wait_for_selector(".rows .tall .row:not(.loading)")
 
 
-def test_a_ratio_that_was_not_recorded_is_said_to_be_absent(url: str, tab: Tab, tmp_path: Path) -> None:
-    run_with_rollouts(tmp_path / "simulated")
-    with dash(tmp_path) as other:
+def test_a_ratio_that_was_not_recorded_is_said_to_be_absent(runs: Path, url: str, tab: Tab) -> None:
+    with dash(runs.parent / "simulated") as other:
         for address, run, is_absent in ((url, "done", False), (other, "simulated", True)):
             page = tab.open(address, run, "rollouts", "?group=2&color=ratio")
             page.wait_for_selector("pre.tokens.ratio")
-            assert ("No train/behavior ratio is recorded" in text_of(page, ".group")) == is_absent
+            assert ("No train/behaviour ratio is recorded" in text_of(page, ".group")) == is_absent
 
 
 def test_a_long_list_has_few_elements(live: Command, url: str, tab: Tab) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,8 @@ from millstream.events import (
     RolloutEnded,
     RolloutFailed,
 )
-from millstream.events.rollouts import Attempt, GroupFate, TakenRows
+from millstream.events.rollouts import Attempt, GroupFate, TakenRows, TrainedRows
+from millstream.events.rollouts.chunks import _joined, read_heads
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import mask_runs, turn_texts
 from millstream.events.rollouts.writer import (
@@ -355,6 +358,27 @@ def test_a_group_whose_rollouts_could_not_all_be_written_is_shown_and_cannot_be_
     assert (found.member, found.step, found.lag, found.fate) == (1, 4, 2, "trained")
     with pytest.raises(DataError, match="trained with 2 rows, and 1 of them are missing"):
         dump.taken_rows(group)
+
+
+def test_files_of_earlier_versions_are_read_without_the_learners_log_probabilities(tmp_path: Path) -> None:
+    """Heads and bodies had seven fields."""
+    writer = RolloutWriter(tmp_path / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    one, log_ratios = attempt(5), np.full(25, 0.5, np.float16)
+    part = one.parts[0]
+    row = TrainRow(tokens=part.tokens, loss_mask=part.loss_mask, logprobs=part.logprobs, advantages=part.logprobs)
+    for record in (one, TakenRows(5, 3, 0, [(0, 0)], [0.5], [row]), TrainedRows(5, [log_ratios])):
+        writer.add(record)
+    writer.add(GroupFate(5, "t", "trained", [0.5]))
+    writer.close()
+    (new,) = everything(RolloutDump(tmp_path))
+    assert new.trained_logprobs is not None
+    assert np.allclose(new.trained_logprobs[0][part.loss_mask], part.logprobs[part.loss_mask] + 0.5)
+    path = stratum_file(tmp_path / ROLLOUTS_FOLDER, stratum_of(5))
+    ((head, place),) = read_heads(path)
+    body = msgspec.msgpack.decode(zlib.decompress(path.read_bytes()[place.begin : place.end]))
+    path.write_bytes(_joined(tuple(msgspec.to_builtins(head)[:7]), tuple(body[:7])))
+    (old,) = everything(RolloutDump(tmp_path))
+    assert old.trained_logprobs is None and (old.step, old.fate, old.reward) == (new.step, new.fate, new.reward)
 
 
 def test_a_run_without_rollouts_is_refused_by_name(tmp_path: Path) -> None:

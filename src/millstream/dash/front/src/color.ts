@@ -51,7 +51,7 @@ export function logProbStep(value: number): number {
   return limits.filter((limit) => value < limit).length;
 }
 
-/** The step, -3 to 3, of a train/behavior ratio: 0 within 5% of 1, 3 beyond a factor of 1.5. */
+/** The step, -3 to 3, of a train/behaviour ratio: 0 within 5% of 1, 3 beyond a factor of 1.5. */
 export function ratioStep(value: number): number {
   const size = Math.abs(Math.log(Math.max(value, 1e-9)));
   const steps = [Math.log(1.05), Math.log(1.2), Math.log(1.5)].filter((limit) => size > limit).length;

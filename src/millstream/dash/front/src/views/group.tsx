@@ -12,7 +12,7 @@ const COLOR_TITLES: Readonly<Record<TokenColor, string>> = {
   none: "nothing",
   version: "version",
   log_prob: "log-probability",
-  ratio: "train/behavior ratio",
+  ratio: "train/behaviour ratio",
   advantage: "advantage",
 };
 type Values = readonly (number | null)[] | null;
