@@ -13,7 +13,6 @@ from millstream.events.rollouts.reader import KeptGroup, RolloutDump
 from millstream.events.rollouts.text import Decode
 
 MAX_SEARCHED_TOKENS = 20_000_000  # some twenty seconds
-Place = tuple[int, int, int]  # group, member and attempt
 
 
 class TextSearch:
@@ -26,7 +25,7 @@ class TextSearch:
         self._done: set[tuple[int, float]] = set()  # by group and the number of its departure
         self._num_tokens = 0
         self._num_in_flight = 0  # rollouts that are searched again
-        self.found: set[Place] = set()
+        self.found: set[tuple[int, int, int]] = set()  # group, member and attempt
         self.num_searched = 0
 
     def open(self, dump: RolloutDump) -> None:
