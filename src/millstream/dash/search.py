@@ -12,7 +12,7 @@ from millstream.errors import MillstreamError
 from millstream.events.rollouts.reader import KeptGroup, RolloutDump
 from millstream.events.rollouts.text import Decode
 
-MAX_SEARCHED_TOKENS = 20_000_000  # some twenty seconds
+MAX_SEARCHED_TOKENS = 20_000_000  # about 15 s of processor time
 
 
 class TextSearch:
@@ -22,8 +22,8 @@ class TextSearch:
         self._words = words
         self._dump: RolloutDump | None = None
         self._to_do: list[KeptGroup] = []  # the newest is last
-        self._done: set[tuple[int, float]] = set()  # by group and the number of its departure
-        self._num_tokens = 0
+        self._done: set[tuple[int, float]] = set()  # or beyond the bound; by group and the number of its departure
+        self._num_tokens = 0  # since `open`
         self._num_in_flight = 0  # rollouts that are searched again
         self.found: set[tuple[int, int, int]] = set()  # group, member and attempt
         self.num_searched = 0
@@ -34,11 +34,12 @@ class TextSearch:
             self._dump = dump
             self.num_searched -= self._num_in_flight
             self._num_in_flight = 0
+            self._num_tokens = 0
             self._to_do = [one for one in dump.groups() if (one.group_id, one.departure) not in self._done]
 
     @property
     def is_over(self) -> bool:
-        return not self._to_do or self._num_tokens > MAX_SEARCHED_TOKENS
+        return not self._to_do
 
     def search_one(self, decode: Decode) -> None:
         """The next group. One that cannot be read is left out: the list of rollouts says so."""
@@ -55,4 +56,7 @@ class TextSearch:
             self._num_in_flight += len(rollouts)
         else:
             self._done.add((group.group_id, group.departure))
-            self._num_tokens += sum(len(part.tokens) for one in rollouts for part in one.parts)
+        self._num_tokens += sum(len(part.tokens) for one in rollouts for part in one.parts)
+        if self._num_tokens > MAX_SEARCHED_TOKENS:
+            self._done |= {(one.group_id, one.departure) for one in self._to_do}
+            self._to_do = []
