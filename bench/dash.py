@@ -5,6 +5,9 @@ of a real log, written by the writer of a run.
     open      from the start of a server that has read nothing to the answers for the first view: overview, all curves, lanes
     scroll    windows of the timeline, of the whole run down to a thousandth of it, at random places; 95% are quicker
     index     written with the events: microseconds an event, processor time; made afterwards: seconds per million events
+    browser   the page in headless Chromium: until curves and lanes are drawn; the time between two frames while the timeline is
+              panned, 95% are shorter; memory of the page's objects. Left out without chromium and playwright
+              (`make test-browser` installs playwright)
     ten runs  the same run ten times in one server: until every one has answered with its first view
 
 The peer is a view without an index: decoding the events, at the speed at which `millstream report` reads them.
@@ -18,6 +21,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,6 +58,7 @@ GROUPS, MEMBERS = 64, 8
 SPANS = 20  # of each engine a step
 NUM_SAMPLE = 100_000  # events on which costs per event are measured
 ZOOMS = (1, 10, 100, 1000)
+NUM_PANS, PAN_MS = 40, 50
 WAITS = [
     WaitNow(owner="train", what="a complete group", seconds=0.2),
     WaitNow(owner="feed", what="room under the lag bound", seconds=1.5),
@@ -192,10 +197,10 @@ def seconds_per_million(path: Path, num: int) -> tuple[float, float]:
 class Server:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
-        self._url = url
+        self.url = url
 
     def ask(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"{self._url}api/{path}", timeout=600) as response:
+        with urllib.request.urlopen(f"{self.url}api/{path}", timeout=600) as response:
             found: bytes = response.read()
         return found
 
@@ -230,6 +235,52 @@ def window_times(server: Server, run_id: str, zoom: int, num: int) -> list[float
         server.ask(f"runs/{run_id}/lanes?points=800&begin={begin}&end={begin + last / zoom}")
         found.append(time.perf_counter() - began)
     return found
+
+
+FRAMES = """async ([key, presses, everyMs]) => {
+  const times = [];
+  let isOver = false;
+  const frame = (now) => { times.push(now); if (!isOver) requestAnimationFrame(frame); };
+  requestAnimationFrame(frame);
+  for (let i = 0; i < presses; i++) {
+    document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+    await new Promise((done) => setTimeout(done, everyMs));
+  }
+  isOver = true;
+  return times.slice(1).map((time, i) => time - times[i]);
+}"""
+
+
+def in_browser(server: Server, run_id: str, workload: str) -> Iterator[Row]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        say("not measured in a browser: playwright is not installed")
+        return
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        say("not measured in a browser: there is no chromium")
+        return
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 760})
+        for view, drawn in (("overview", ".chart path"), ("timeline", ".lanes canvas")):
+            page.goto("about:blank")
+            began = time.perf_counter()
+            page.goto(f"{server.url}#/{run_id}/{view}")
+            page.wait_for_selector(drawn, state="attached", timeout=120_000)  # a flat curve has no height
+            yield alone(workload, f"seconds in a browser until the {view} is drawn", time.perf_counter() - began)
+        for _ in range(3):
+            page.keyboard.press("+")
+        page.wait_for_timeout(2000)
+        frames = sorted(page.evaluate(FRAMES, ["ArrowRight", NUM_PANS, PAN_MS]))
+        yield alone(workload, "ms between two frames while panning", frames[int(0.95 * (len(frames) - 1))], digits=1)
+        page.wait_for_url("**from=**")  # it did move
+        session = page.context.new_cdp_session(page)
+        session.send("HeapProfiler.collectGarbage")
+        used = session.send("Runtime.getHeapUsage")["usedSize"]
+        yield alone(workload, "MB of memory of the page's objects", used / 1e6, digits=1)
+        browser.close()
 
 
 def link_runs(run: Path, folder: Path, num: int) -> None:
@@ -269,6 +320,7 @@ def measure(run: Path, folder: Path, num: int, num_windows: int) -> Iterator[Row
                 million, f"ms to scroll to 1/{zoom} of the run", 1000 * times[int(0.95 * (len(times) - 1))], digits=1
             )
         yield alone(million, "MB of memory of the server beyond its start", server.memory_mb() - before, digits=0)
+        yield from in_browser(server, run.name, million)
     link_runs(run, folder / "ten", 10)
     with serving(folder / "ten") as server, ThreadPoolExecutor(10) as pool:
         began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Makes docs/images/dash-*.png, the views of `millstream dash`, light, dark and on a phone, after `make test-browser`, which
-installs what it needs: `.venv/bin/python docs/screenshots.py LEARNED OTHER TURNS BARRIER ASYNCHRONOUS`.
+"""Makes docs/images/dash-*.png, those views of `millstream dash`, light, dark and on a phone, that pages show, after `make
+test-browser`, which installs what it needs: `.venv/bin/python docs/screenshots.py LEARNED OTHER TURNS BARRIER ASYNCHRONOUS`.
 
 All are run folders. LEARNED and OTHER: two runs that learned, compared by samples. TURNS: one with several turns, whose
 rollouts are shown. BARRIER and ASYNCHRONOUS: the same run with `pipeline.max_lag=0` and without it, on one axis. Those of the
@@ -26,6 +26,13 @@ KEPT = 128  # of 256 colors
 LAPTOP = {"viewport": {"width": 1200, "height": 760}, "device_scale_factor": 1.5}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True, "is_mobile": True}
 LOOKS: dict[str, dict[str, Any]] = {"": LAPTOP, "-dark": LAPTOP | {"color_scheme": "dark"}, "-phone": PHONE}
+SHOWN = {  # in README.md and docs/dash.md
+    "overview": ("", "-dark", "-phone"),
+    "timeline": ("", "-phone"),
+    "flow": ("", "-phone"),
+    "rollouts": ("", "-phone"),
+    "runs": ("-dark", "-phone"),
+}
 READY = {
     "overview": ".chart path",
     "timeline": ".lanes canvas",
@@ -50,9 +57,9 @@ def main(runs: list[Path]) -> None:
         assert server.stdout is not None
         url = server.stdout.readline().split()[1]
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for look, options in LOOKS.items():
-            for view, address in pages.items():
-                context = browser.new_context(**options)
+        for view, address in pages.items():
+            for look in SHOWN[view]:
+                context = browser.new_context(**LOOKS[look])
                 write(shot(context.new_page(), f"{url}#{address}", view), IMAGES / f"dash-{view}{look}.png")
                 context.close()
         browser.close()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 Floats = NDArray[np.float32]
+HalfFloats = NDArray[np.float16]
 Mask = NDArray[np.bool_]
 
 # Named tensors, as a learner gives them out and an engine takes them in. Opaque to everything in between.

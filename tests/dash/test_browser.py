@@ -20,6 +20,7 @@ from millstream.dash.report import write_report
 from millstream.dash.runs import RunCatalog
 from millstream.dash.server import dash_app
 from support.commands import Command, run_command, start_command
+from support.dash_runs import run_with_rollouts
 from support.runs import metric_rows
 from support.servers import serving
 
@@ -84,7 +85,8 @@ def wait_for(what: Callable[[], object], seconds: float = 120) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `done`, a run that ended, `live`, which trains until the last tests kill it, and one that is no run's."""
+    """A folder with `done`, a run that ended, `live`, which trains until the last tests kill it, and one that is no run's. Beside
+    it `simulated`, a run without a learner's log-probabilities."""
     folder = tmp_path_factory.mktemp("dash")
     recipe, runs = recipe_in(folder), folder / "runs"
     done = run_command(train(recipe, runs / "done", steps=12))
@@ -93,6 +95,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken = runs / "broken"
     shutil.copytree(runs / "done", broken)
     (broken / "events.jsonl").write_bytes(b"\x00no events\n" * 40)
+    run_with_rollouts(folder / "simulated")
     return runs
 
 
@@ -302,11 +305,12 @@ def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab
     wait_until(page, "location.hash.includes('sort=reward')")
     page.locator(".rows .row", has_text="1").first.click()
     page.wait_for_selector(".tokens span")
-    for color in ("log_prob", "advantage", "none", "version"):
+    for color in ("log_prob", "ratio", "advantage", "none", "version"):
         page.get_by_label("color by").select_option(color)
         page.wait_for_selector(f"pre.tokens.{color}")
     page.locator("pre.tokens span").first.hover()
     assert "version" in text_of(page, ".token.shown")
+    assert ("ratio" in text_of(page, ".token.shown")) == ("not trained" not in text_of(page, ".member"))
     assert "generating" in text_of(page, ".life")
     page.get_by_label("side by side").check()
     page.wait_for_selector(".beside section")
@@ -315,6 +319,16 @@ def test_rollouts_are_searched_sorted_and_read_token_by_token(url: str, tab: Tab
     page.keyboard.type("no such words")
     page.wait_for_selector(".list .empty")
     assert "No rollout matches" in text_of(page, ".list .empty")
+    page.get_by_role("searchbox").fill("window.HACKED=1")  # only prompts have it
+    page.wait_for_selector(".rows .tall .row:not(.loading)")
+
+
+def test_a_ratio_that_was_not_recorded_is_said_to_be_absent(runs: Path, url: str, tab: Tab) -> None:
+    with dash(runs.parent / "simulated") as other:
+        for address, run, is_absent in ((url, "done", False), (other, "simulated", True)):
+            page = tab.open(address, run, "rollouts", "?group=2&color=ratio")
+            page.wait_for_selector("pre.tokens.ratio")
+            assert ("No train/behaviour ratio is recorded" in text_of(page, ".group")) == is_absent
 
 
 def test_a_long_list_has_few_elements(live: Command, url: str, tab: Tab) -> None:
@@ -338,11 +352,11 @@ def test_text_of_prompts_notes_and_names_is_text(url: str, tab: Tab) -> None:
 
 
 def test_a_link_shows_the_same_again(url: str, tab: Tab, browser: Any) -> None:
-    page = tab.open(url, "done", "rollouts", "?group=2&member=1&color=advantage&beside=1")
+    page = tab.open(url, "done", "rollouts", "?group=2&member=1&color=ratio&beside=1")
     page.wait_for_selector(".beside section")
     page.reload()
     page.wait_for_selector(".beside section")
-    assert page.get_by_label("color by").input_value() == "advantage"
+    assert page.get_by_label("color by").input_value() == "ratio"
     assert text_of(page, ".group h2").startswith("Group 2")
 
 

@@ -32,7 +32,9 @@ from millstream.events import (
     RunEnded,
     RunStarted,
     Span,
+    Status,
     Stepped,
+    WaitNow,
     Warned,
 )
 from millstream.events.sinks import JsonlSink, read_events
@@ -128,6 +130,43 @@ def test_lanes_have_the_busy_time_of_the_summary_at_every_zoom(sim: Path) -> Non
     assert all(middle <= span[0] <= span[1] <= middle + 0.2 for lane in part["lanes"] for span in lane["spans"])
 
 
+def reading(at: float, *waits: tuple[str, str, float]) -> Status:
+    depths = dict.fromkeys(("requests_running", "requests_waiting", "rows_in_store", "groups_taken", "budget"), 0)
+    now = [WaitNow(owner=owner, what=what, seconds=seconds) for owner, what, seconds in waits]
+    return Status(at=at, groups_outstanding=0, waits=now, **depths)
+
+
+def test_ranks_and_evaluations_have_lanes_and_waits_say_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = [
+        started(),
+        Span(at=1.0, worker="engine-0", what="generate", seconds=1.0, num_tokens=5),
+        Span(at=2.0, worker="learner", what="accumulate", seconds=1.0, num_tokens=5, rank_seconds=[1.0, 0.25]),
+        EvaluationStarted(at=2.0, name="held out step 1", version=1, engines=("engine-0",)),
+        reading(3.0, ("train", "a complete group", 1.0), ("feed", "room under the lag bound", 2.0)),
+        Evaluated(at=3.5, name="held out step 1", version=1, accuracy=1.0, num_tasks=1),
+        Span(at=5.0, worker="engine-0", what="generate", seconds=1.0, num_tokens=5),
+        Span(at=5.0, worker="learner", what="step", seconds=1.0, rank_seconds=[1.0, 0.5]),
+    ]
+    run = write_run(tmp_path / "run", events)
+    found = ask(client_of(run), "runs/run/lanes?points=50")
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert [*lanes] == ["learner", "learner rank 0", "learner rank 1", "engine-0", "evaluations"]
+    waits = {name: [span for span in lane["spans"] if span[2] == "wait"] for name, lane in lanes.items()}
+    assert waits["learner"] == [[2.0, 4.0, "wait", 1.0, 0, "waits for a complete group"]]
+    assert waits["learner rank 1"][0][:2] == [1.25, 4.0]
+    assert waits["engine-0"] == [
+        [1.0, 4.0, "wait", 1.0, 0, "no requests: new groups wait for room under the lag bound"]
+    ]
+    assert lanes["evaluations"]["spans"] == [[2.0, 3.5, "evaluate", 1.0, 0, "held out step 1, on engine-0"]]
+    idle = {"learner": 0.6, "learner rank 0": 0.6, "learner rank 1": 0.85, "engine-0": 0.6, "evaluations": 0.7}
+    assert {name: lane["idle_share"] for name, lane in lanes.items()} == pytest.approx(idle)
+    monkeypatch.setattr("millstream.dash.timeline.MAX_EXACT_TILES", 0)
+    coarse = ask(client_of(run), "runs/run/lanes?points=50")["lanes"]
+    assert {lane["name"]: lane["idle_share"] for lane in coarse} == pytest.approx(idle, abs=0.03)
+
+
 def test_lanes_and_flow_from_tiles_agree_with_those_from_events(sim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = [ask(client_of(sim), f"runs/sim/{view}?points=10") for view in ("lanes", "flow")]
     for module in ("timeline", "flow"):
@@ -214,6 +253,7 @@ def test_rollouts_are_sorted_searched_and_read_turn_by_turn(kept: Path) -> None:
     assert len(trained["rows"]) == 2 and {row["fate"] for row in trained["rows"]} == {"trained"}
     row = trained["rows"][0]
     assert ask(client, f"runs/kept/rollouts?query={row['task']}&step={row['step']}")["total"] >= 1
+    assert ask(client, f"runs/kept/rollouts?query={row['fate']}&limit=500")["total"] >= trained["total"]
     group = ask(client, f"runs/kept/rollouts/{row['group_id']}")
     (member,) = [one for one in group["members"] if one["row"]["member"] == row["member"]]
     sampled = [turn for turn in member["turns"] if turn["role"] == "model"]
@@ -222,6 +262,38 @@ def test_rollouts_are_sorted_searched_and_read_turn_by_turn(kept: Path) -> None:
     assert len(tokens["texts"]) == len(tokens["versions"]) == len(tokens["log_probs"]) == len(tokens["advantages"])
     life = member["life"]
     assert life["admitted"] <= life["started"] <= life["generated"] <= life["taken"] <= life["trained"]
+
+
+def test_the_search_reads_the_whole_text_of_every_rollout_and_continues_where_it_was(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = ask(client_of(kept), "runs/kept/rollouts?limit=500")
+    assert every["num_searched"] is None and not every["is_searching"]
+    groups = {row["group_id"] for row in every["rows"]}
+    texts = {
+        (number, one["row"]["member"], one["row"]["attempt"]): "".join(turn["text"] for turn in one["turns"])
+        for number in groups
+        for one in ask(client_of(kept), f"runs/kept/rollouts/{number}")["members"]
+    }
+    words = next(text[-12:] for text in texts.values() if len(text) > 200)
+    expected = {place for place, text in texts.items() if words in text}
+    monkeypatch.setattr("millstream.dash.runs.ANSWER_S", 0.0)
+    client = client_of(kept)
+    stamps, found = set(), ask(client, f"runs/kept/rollouts?query={words}&limit=500")
+    while found["is_searching"] or found["num_read"] < found["num_kept"]:
+        stamps.add(ask(client, "runs")["runs"][0]["stamp"])
+        monkeypatch.setattr("millstream.dash.runs.ANSWER_S", 1e-4)
+        found = ask(client, f"runs/kept/rollouts?query={words}&limit=500")
+    assert {(row["group_id"], row["member"], row["attempt"]) for row in found["rows"]} == expected
+    assert found["num_searched"] == found["num_kept"] and len(stamps) > 1
+
+
+def test_a_search_ends_at_its_bound_with_the_newest(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.dash.search.MAX_SEARCHED_TOKENS", 100)
+    found = ask(client_of(kept), "runs/kept/rollouts?query=%201&limit=500")
+    assert 0 < found["num_searched"] < found["num_kept"] and not found["is_searching"]
+    newest = ask(client_of(kept), "runs/kept/rollouts?limit=500")["rows"][: found["num_searched"]]
+    assert {row["group_id"] for row in found["rows"]} <= {row["group_id"] for row in newest}
 
 
 def test_config_differences_name_the_keys_that_differ(tmp_path: Path) -> None:

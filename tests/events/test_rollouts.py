@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,8 @@ from millstream.events import (
     RolloutEnded,
     RolloutFailed,
 )
-from millstream.events.rollouts import Attempt, GroupFate, TakenRows
+from millstream.events.rollouts import Attempt, GroupFate, TakenRows, TrainedRows
+from millstream.events.rollouts.chunks import _joined, read_heads
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import mask_runs, turn_texts
 from millstream.events.rollouts.writer import (
@@ -42,7 +45,7 @@ from millstream.events.sinks import MemorySink
 from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.reschedule import Changed
 from millstream.sim.learner import SimLearner
-from millstream.types import Fate, Finish, Rollout, TrainRow
+from millstream.types import Fate, Finish, HalfFloats, Metrics, Rollout, Tokens, TrainRow
 from support.simulated import Diary, World, simulate
 from support.worlds import unless_all_fail, worlds
 
@@ -50,15 +53,39 @@ NO_BOUND = 1e12
 
 
 class Recorder(SimLearner):
-    """A learner that remembers the rows that it trained, in order."""
+    """A learner that remembers the rows that it trained, in order. The log ratio of a token is a function of the token."""
 
     def __init__(self) -> None:
         super().__init__(token_s=1e-4)
         self.rows: list[TrainRow] = []
+        self._num_before = 0
+        self._log_ratios = np.zeros(0, np.float16)
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         self.rows += rows
         await super().accumulate(rows)
+
+    async def step(self) -> Metrics:
+        trained = [log_ratio_of(row.tokens[row.loss_mask]) for row in self.rows[self._num_before :]]
+        self._log_ratios = np.concatenate([np.zeros(0, np.float16), *trained])
+        self._num_before = len(self.rows)
+        return await super().step()
+
+    def log_ratios(self) -> HalfFloats:
+        return self._log_ratios
+
+
+def log_ratio_of(tokens: Tokens) -> HalfFloats:
+    return (tokens % 7 / 8).astype(np.float16)
+
+
+def assert_trained_logprobs(dump: RolloutDump, *, version: int) -> None:
+    """What was trained before this version has its own, and nothing else has any."""
+    for one in everything(dump):
+        assert (one.trained_logprobs is None) == (one.step is None or one.step > version)
+        for part, found in zip(one.parts, one.trained_logprobs or (), strict=False):
+            expected = np.where(part.loss_mask, part.logprobs + log_ratio_of(part.tokens), np.nan)
+            assert np.array_equal(found, expected, equal_nan=True)
 
 
 def writer_in(run_dir: Path, sink: MemorySink, *, first: int = 0, upto: int | None = None) -> RolloutWriter:
@@ -108,6 +135,7 @@ def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_
                 whole = simulate(world, keeper=diary, learner=first, rollouts=keep)
                 writers[0].close()
                 assert_same(kept_rows(RolloutDump(run_dir)), first.rows)
+                assert_trained_logprobs(RolloutDump(run_dir), version=whole.pipeline.admission.version)
                 kept = cut.choice(diary.kept)
                 last = len(whole.sink.events)
 
@@ -115,12 +143,13 @@ def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_
                     writers.append(writer_in(run_dir, sink, first=last, upto=kept.mark))
                     return writers[-1]
 
-                simulate(world, kept=kept, learner=second, rollouts=keep_on)
+                again = simulate(world, kept=kept, learner=second, rollouts=keep_on)
         finally:
             writers[-1].close()
         dump = RolloutDump(run_dir)
         rows = kept_rows(dump, kept.standing.ledger.version)
         assert_same(kept_rows(dump), [*first.rows[: len(rows)], *second.rows])
+        assert_trained_logprobs(dump, version=again.pipeline.admission.version)
         assert len(rows) == kept.num_rows or kept.num_rows == 0
 
 
@@ -329,6 +358,27 @@ def test_a_group_whose_rollouts_could_not_all_be_written_is_shown_and_cannot_be_
     assert (found.member, found.step, found.lag, found.fate) == (1, 4, 2, "trained")
     with pytest.raises(DataError, match="trained with 2 rows, and 1 of them are missing"):
         dump.taken_rows(group)
+
+
+def test_files_of_earlier_versions_are_read_without_the_learners_log_probabilities(tmp_path: Path) -> None:
+    """Heads and bodies had seven fields."""
+    writer = RolloutWriter(tmp_path / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    one, log_ratios = attempt(5), np.full(25, 0.5, np.float16)
+    part = one.parts[0]
+    row = TrainRow(tokens=part.tokens, loss_mask=part.loss_mask, logprobs=part.logprobs, advantages=part.logprobs)
+    for record in (one, TakenRows(5, 3, 0, [(0, 0)], [0.5], [row]), TrainedRows(5, [log_ratios])):
+        writer.add(record)
+    writer.add(GroupFate(5, "t", "trained", [0.5]))
+    writer.close()
+    (new,) = everything(RolloutDump(tmp_path))
+    assert new.trained_logprobs is not None
+    assert np.allclose(new.trained_logprobs[0][part.loss_mask], part.logprobs[part.loss_mask] + 0.5)
+    path = stratum_file(tmp_path / ROLLOUTS_FOLDER, stratum_of(5))
+    ((head, place),) = read_heads(path)
+    body = msgspec.msgpack.decode(zlib.decompress(path.read_bytes()[place.begin : place.end]))
+    path.write_bytes(_joined(tuple(msgspec.to_builtins(head)[:7]), tuple(body[:7])))
+    (old,) = everything(RolloutDump(tmp_path))
+    assert old.trained_logprobs is None and (old.step, old.fate, old.reward) == (new.step, new.fate, new.reward)
 
 
 def test_a_run_without_rollouts_is_refused_by_name(tmp_path: Path) -> None:

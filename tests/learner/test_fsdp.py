@@ -30,7 +30,8 @@ from millstream.algo.recipe import Recipe
 from millstream.config import load
 from millstream.env.rewards import prepare_rewards
 from millstream.errors import LearnerError, LearnerGone
-from millstream.events import Resumed
+from millstream.events import Resumed, Span
+from millstream.events.rollouts.reader import RolloutDump
 from millstream.events.sinks import read_events
 from millstream.learner import Learner, LearnerConfig, RunLearner
 from millstream.learner.fsdp import FsdpLearner
@@ -288,6 +289,8 @@ def test_what_was_measured_before_a_restore_or_a_step_is_not_measured_again(
             await learner.accumulate(rows)
             await learner.logprobs(rows)
             await learner.step()
+        assert np.allclose(two_learner.log_ratios(), alone.log_ratios(), atol=1e-3)
+        assert len(two_learner.rank_seconds()) == 2 and min(two_learner.rank_seconds()) > 0 and not alone.rank_seconds()
         assert_logprobs(await two_learner.logprobs(rows), await alone.logprobs(rows))
 
     asyncio.run(program())
@@ -324,7 +327,10 @@ def test_rows_with_a_number_that_is_not_finite_are_left_out_by_name_on_whatever_
 
     assert asyncio.run(step([])) == {}
     assert asyncio.run(step(bad)) == {"skipped_rows": 4.0}
+    assert np.isnan(two_learner.log_ratios()).all()
     assert asyncio.run(step([*rows[:3], bad[3]]))["skipped_rows"] == 1.0
+    counts = [np.count_nonzero(row.loss_mask) for row in rows]
+    assert np.array_equal(np.isnan(two_learner.log_ratios()), np.repeat([False, False, False, True], counts))
     until_said(caplog, "row 3 is left out")
 
 
@@ -443,7 +449,7 @@ def test_two_ranks_learn_from_rows_that_bring_the_proximal_policy_as_one_does_an
 def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_path: Path, more: list[str]) -> None:
     changes = ["data.size=64", "data.holdout=8", "warmup.max_steps=4", "warmup.check_every=2", "pipeline.steps=3",
                "learner.ranks=2", "learner.mini_batches=2", "pipeline.groups_per_step=4", "algorithm.loss=decoupled_ppo",
-               f"run_dir={tmp_path / 'run'}", *more]  # fmt: skip
+               f"run_dir={tmp_path / 'run'}", "pipeline.filter_zero_signal=false", *more]  # fmt: skip
     words = [word for change in changes for word in ("--set", change)]
     done = subprocess.run(
         [sys.executable, "-m", "millstream.cli.main", "train", str(DEMO), *words], capture_output=True, text=True
@@ -451,6 +457,14 @@ def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_
     assert done.returncode == 0, done.stderr
     assert_clean(tmp_path / "run")
     assert steps_of(tmp_path / "run") == 3
+    spans = [one for one in read_events(tmp_path / "run/events.jsonl") if isinstance(one, Span) and one.rank_seconds]
+    assert {(one.worker, one.what, len(one.rank_seconds or [])) for one in spans} == {
+        ("learner", "accumulate", 2),
+        ("learner", "step", 2),
+    }
+    dump = RolloutDump(tmp_path / "run")
+    kept = [one for group in dump.groups() for one in dump.rollouts(group)]
+    assert all((one.trained_logprobs is None) == (one.step is None) for one in kept)
 
 
 @pytest.mark.slow

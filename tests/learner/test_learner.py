@@ -149,6 +149,9 @@ def test_metrics_say_how_far_the_policy_is_from_the_one_that_sampled() -> None:
         }
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
         assert "squared_ratio" not in metrics
+        assert np.allclose(one.log_ratios(), log_ratio, rtol=1e-3, atol=1e-5)
+        await one.step()
+        assert not len(one.log_ratios())
 
     asyncio.run(program())
 
@@ -298,6 +301,8 @@ def test_a_row_with_a_number_that_is_not_finite_is_left_out_by_name(
     one = learner()
     with_it = gradient(one, [[batch[0], structs.replace(batch[1], **{column: broken}), batch[2]]])
     assert asyncio.run(one.step())["skipped_rows"] == 1
+    is_left_out = np.repeat([False, True, False], [np.count_nonzero(row.loss_mask) for row in batch])
+    assert np.array_equal(np.isnan(one.log_ratios()), is_left_out)
     assert "row 1 is left out" in caplog.text
     other = learner()
     assert torch.equal(with_it, gradient(other, [[batch[0], batch[2]]]))

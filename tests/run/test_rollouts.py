@@ -18,7 +18,7 @@ from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.config import load
 from millstream.errors import ConfigError, DataError
-from millstream.events import GroupTaken, RolloutEnded
+from millstream.events import GroupTaken, RolloutEnded, Stepped
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.writer import SAMPLED_FILE, stratum_of
 from millstream.events.sinks import read_history
@@ -141,6 +141,27 @@ def test_every_rollout_of_a_run_is_kept_with_its_reward_by_part_its_lag_and_its_
         assert max(one.lag for one in own if one.lag is not None) == event.lag
         assert sum(one.advantage for one in own) == pytest.approx(0.0, abs=1e-4)
     assert {one.fate for one in found} >= {"trained"}
+
+
+def test_the_learners_log_probability_of_each_trained_token_is_kept(kept: Path) -> None:
+    metrics = {
+        event.version: event.metrics for event in read_history(kept / "events.jsonl") if isinstance(event, Stepped)
+    }
+    ratios: dict[int, list[float]] = {}
+    for one in rollouts_of(kept):
+        assert (one.trained_logprobs is None) == (one.step is None)
+        for part, found in zip(one.parts, one.trained_logprobs or (), strict=False):
+            assert np.array_equal(np.isfinite(found), part.loss_mask)
+            ratios.setdefault(one.step or 0, []).extend(np.exp(found - part.logprobs)[part.loss_mask])
+    assert sorted(ratios) == sorted(metrics)
+    for step, own in ratios.items():
+        assert np.mean(own) == pytest.approx(metrics[step]["ratio"], abs=1e-3)
+        assert max(own) == pytest.approx(metrics[step]["max_ratio"], rel=1e-2)
+    lines = [json.loads(line) for line in shown("rollouts", kept, "--json").splitlines()]
+    for one in lines:
+        for part in one["parts"]:
+            are_trained = [value is not None for value in part["trained_logprobs"] or []]
+            assert are_trained == ([version >= 0 for version in part["versions"]] if one["step"] is not None else [])
 
 
 def test_rollouts_of_a_step_are_shown_with_the_environments_turn_and_sorted(kept: Path) -> None:
@@ -400,7 +421,7 @@ def test_a_killed_run_can_be_read_and_after_a_resume_every_trained_row_is_there_
         assert len(set(rows.places)) == event.num_rollouts
         own = [one for one in dump.rollouts(groups[event.group_id]) if one.fate == "trained"]
         assert sorted(one.member for one in own) == [member for member, _ in rows.places]
-        assert all(np.isfinite(one.reward) for one in own)
+        assert all(np.isfinite(one.reward) and one.trained_logprobs is not None for one in own)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 RunStateName = Literal["running", "ended", "stopped", "failed", "dead", "unreadable"]
 """`dead`: the process is gone without an end in the log, and can be resumed. `unreadable`: see `problem`."""
-LaneKind = Literal["learner", "engine", "worker", "stage", "environment", "driver"]
+LaneKind = Literal["learner", "rank", "engine", "worker", "stage", "environment", "evaluation", "driver"]
 WorkKind = Literal["generate", "train", "sync", "score", "environment", "evaluate", "wait", "other"]
 
 
@@ -176,7 +176,8 @@ class SeriesAnswer(Struct, frozen=True, kw_only=True):
 
 
 class LaneSpan(Struct, frozen=True, array_like=True):
-    """Work of a lane. If `share` is below 1, several pieces of work that are too short to show, in that share of the time."""
+    """Work of a lane, or a wait between two pieces of work: its label says for what, where a reading of the state has it. If
+    `share` is below 1, several pieces of work that are too short to show, in that share of the time."""
 
     begin: float
     end: float
@@ -300,6 +301,8 @@ class RolloutsAnswer(Struct, frozen=True, kw_only=True):
     environments: list[str]
     fates: list[str]
     why_none: str | None  # why the run has none; None: it has
+    num_searched: int | None  # whose whole text was searched, the newest; None: nothing was searched for
+    is_searching: bool  # the search continues with the next request
 
 
 class TokenColumns(Struct, frozen=True, kw_only=True):
@@ -308,6 +311,7 @@ class TokenColumns(Struct, frozen=True, kw_only=True):
     texts: list[str]
     versions: list[int] | None
     log_probs: list[float | None] | None
+    trained_log_probs: list[float | None] | None  # the learner's, when it trained them
     advantages: list[float | None] | None
     reference_log_probs: list[float | None] | None
 

@@ -26,6 +26,7 @@ from millstream.dash.api import (
     TokenColumns,
     TurnRow,
 )
+from millstream.dash.search import TextSearch
 from millstream.dash.tiles import RunTiles
 from millstream.errors import MillstreamError
 from millstream.events import (
@@ -47,6 +48,7 @@ HEAD_TOKENS = 60  # of what the model wrote, in the table
 MAX_HEAD = 160  # characters
 MAX_DAMAGED = 10
 MAX_KEPT_ROWS = 100_000  # in memory, the newest
+MAX_SEARCHES = 4  # whose results are held
 MAX_TURN_TOKENS = 20_000  # that are sent one by one
 MAX_TURN_CHARACTERS = 1_000_000
 MAX_LIFE_TILES = 400  # that are searched for a group's events
@@ -64,7 +66,7 @@ class RolloutFilter(Struct, frozen=True, kw_only=True):
 
     sort: str = ""  # one of `SORTS`; "": the newest first
     descending: bool = True
-    query: str = ""  # in the task's name, or the beginning of the answer
+    query: str = ""  # in the text, or in the name of the task, the environment or the fate
     environment: str = ""
     fate: str = ""
     step: int | None = None
@@ -88,6 +90,7 @@ class RolloutList:
         self._num_kept = 0
         self._stamp: object = None
         self._num_rows = 0
+        self._searches: dict[str, TextSearch] = {}  # by words; the newest is last
         self.why_none: str | None = None
         self.damaged: list[SkippedRow] = []  # what could not be read
         self.is_whole = False
@@ -101,6 +104,7 @@ class RolloutList:
                 self._dump = None
                 self._decode = None
                 self._rows = {}
+                self._searches = {}
             stamp = _stamp_of(self._run_dir / ROLLOUTS_FOLDER)
             if stamp != self._stamp or self._dump is None:
                 self._stamp = stamp
@@ -167,10 +171,34 @@ class RolloutList:
             self._num_dropped += 1
         return (group.group_id, group.departure) in self._rows
 
-    def answer(self, asked: RolloutFilter, tiles: RunTiles | None) -> RolloutsAnswer:
+    def search(self, query: str, max_s: float) -> TextSearch | None:
+        """Continues for about `max_s`. None: there is nothing to search for, or in."""
+        until, words = time.monotonic() + max_s, query.casefold()
+        with self.lock:
+            if not words or self._dump is None:
+                return None
+            search = self._searches.pop(words) if words in self._searches else TextSearch(words)
+            self._searches[words] = search
+            search.open(self._dump)
+            while len(self._searches) > MAX_SEARCHES:
+                del self._searches[next(iter(self._searches))]
+        while not search.is_over and time.monotonic() < until:
+            with self.lock:  # of each group: other requests come in between
+                if self._decode is not None and not search.is_over:
+                    search.search_one(self._decode)
+        return search
+
+    @property
+    def progress(self) -> int:
+        """Changes while an answer is not the last one: rollouts are still read, or searched. Needs no lock."""
+        searched = sum(1 + one.num_searched for one in list(self._searches.values()) if not one.is_over)
+        return searched + (0 if self.is_whole else self._num_rows)
+
+    def answer(self, asked: RolloutFilter, tiles: RunTiles | None, search: TextSearch | None = None) -> RolloutsAnswer:
         with self.lock:
             rows = [row for key in reversed(self._order) for row in self._rows.get(key, ())]
             dump, num_kept = self._dump, self._num_kept
+            hits = set() if search is None else set(search.found)
         words = asked.query.casefold()
         found = [
             row
@@ -178,7 +206,7 @@ class RolloutList:
             if (not asked.fate or row.fate == asked.fate)
             and (not asked.environment or row.environment == asked.environment)
             and (asked.step is None or row.step == asked.step)
-            and (not words or words in row.task.casefold() or words in row.head.casefold())
+            and (not words or (row.group_id, row.member, row.attempt) in hits or _is_named(row, words))
         ]
         if asked.sort:
             found = _sorted(found, SORTS[asked.sort], is_descending=asked.descending)
@@ -191,6 +219,8 @@ class RolloutList:
             environments=sorted({row.environment for row in rows} - {""}),
             fates=sorted({row.fate for row in rows}),
             why_none=self.why_none,
+            num_searched=None if search is None else search.num_searched,
+            is_searching=search is not None and not search.is_over,
         )
 
     def group(self, group_id: int, tiles: RunTiles | None) -> GroupAnswer | None:
@@ -217,6 +247,10 @@ class RolloutList:
             fate=group.fate or "in flight",
             members=[_member(one, decode, sources, references, events) for one in members],
         )
+
+
+def _is_named(row: RolloutRow, words: str) -> bool:
+    return any(words in name.casefold() for name in (row.task, row.environment, row.fate))
 
 
 def _stamp_of(folder: Path) -> object:
@@ -280,11 +314,12 @@ def _member(
     references: dict[tuple[int, int], Floats | None],
     events: Sequence[AnyEvent],
 ) -> MemberRow:
-    advantages = one.advantages or [None] * len(one.parts)
+    nothing = [None] * len(one.parts)
+    columns = zip(one.parts, one.advantages or nothing, one.trained_logprobs or nothing, strict=True)
     turns = [
         turn
-        for part, own in zip(one.parts, advantages, strict=True)
-        for turn in _turns(part, decode, own, references.get((part.member, part.part)))
+        for part, advantages, trained in columns
+        for turn in _turns(part, decode, advantages, trained, references.get((part.member, part.part)))
     ]
     return MemberRow(
         row=_row(one, decode, sources),
@@ -296,7 +331,9 @@ def _member(
     )
 
 
-def _turns(part: Rollout, decode: Decode, advantages: Floats | None, reference: Floats | None) -> Iterator[TurnRow]:
+def _turns(
+    part: Rollout, decode: Decode, advantages: Floats | None, trained: Floats | None, reference: Floats | None
+) -> Iterator[TurnRow]:
     number = 0
     for is_sampled, of in mask_runs(part.loss_mask):
         tokens = part.tokens[of].tolist()
@@ -308,6 +345,7 @@ def _turns(part: Rollout, decode: Decode, advantages: Floats | None, reference: 
                 texts=token_texts(tokens, decode),
                 versions=part.versions[of].tolist() if is_sampled else None,
                 log_probs=_floats(part.logprobs[of]) if is_sampled else None,
+                trained_log_probs=_floats(trained[of]) if is_sampled and trained is not None else None,
                 advantages=_floats(advantages[of]) if is_sampled and advantages is not None else None,
                 reference_log_probs=_floats(reference[of]) if is_sampled and reference is not None else None,
             )

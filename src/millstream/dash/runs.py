@@ -133,7 +133,7 @@ class WatchedRun:
         path = self.folder.path
         files = (_sizes(path / name) for name in FILES if name != "events.index")
         covered = self._tiles.num_bytes if self._tiles.num_bytes < self._tiles.size else 0
-        return "-".join((*files, state, f"{covered:x}"))
+        return "-".join((*files, state, f"{covered:x}", f"{self._table.progress:x}"))
 
     def _peek(self) -> _Peek:
         path = self.folder.path
@@ -221,7 +221,7 @@ class WatchedRun:
     def rollouts(self, asked: RolloutFilter) -> RolloutsAnswer:
         tiles = self._fresh_tiles()
         self._reads_rollouts.refresh()
-        return self._table.answer(asked, tiles)
+        return self._table.answer(asked, tiles, self._table.search(asked.query, ANSWER_S))
 
     def group(self, group_id: int) -> GroupAnswer | None:
         tiles = self._fresh_tiles()

@@ -1,15 +1,16 @@
-"""A run as lanes: who worked when, and for what. Of a window with few events every piece of work; of others, the share of each
-point of time, from tiles."""
+"""A run as lanes: who worked when, and for what. Of a window with few events every piece of work, and the waits between two; of
+others, the share of each point of time, from tiles."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from millstream.dash.api import EvaluationSpan, LaneKind, LaneRow, LanesAnswer, LaneSpan, VersionMark, WorkKind
-from millstream.dash.flow import MAX_EXACT_TILES, Floats64, read_states, spread_over, window
+from millstream.dash.flow import MAX_EXACT_TILES, Floats64, StateReadings, read_states, spread_over, window
 from millstream.dash.tiles import RunTiles
 from millstream.events import (
     CheckpointSealed,
@@ -21,10 +22,11 @@ from millstream.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from millstream.events.index import DRIVER, REWARDS
+from millstream.events.index import DRIVER, RANK_LANE, REWARDS
 from millstream.events.metrics import LEARNING
 
 MAX_LANES_SHOWN = 64
+MAX_RANKS_SHOWN = 8
 ALL_ENGINES = "all engines"
 FLAT = 0.02  # shares that differ by less are drawn as one
 SEVERAL = ", several"  # in labels of pieces that were joined
@@ -34,7 +36,9 @@ ELSEWHERE = (
     "the other rollouts of the step",
     "room in the store",
 )  # where a rollout may be but in environments
-ORDER: dict[LaneKind, int] = {"learner": 0, "engine": 1, "worker": 2, "environment": 3, "stage": 4, "driver": 5}
+# from top to bottom
+KINDS: tuple[LaneKind, ...] = ("learner", "rank", "engine", "worker", "environment", "stage", "evaluation", "driver")
+EVALUATIONS = "evaluations"
 
 
 class _Piece(NamedTuple):
@@ -51,9 +55,17 @@ def lanes_answer(tiles: RunTiles, begin: float | None, end: float | None, num_po
     found = tiles.tiles_between(begin, end)
     is_exact = len(found) <= MAX_EXACT_TILES
     lanes = _exact(tiles, found, begin, end, num_points) if is_exact else _shares(tiles, begin, end, num_points)
-    lanes |= _of_rollouts(tiles, begin, end, num_points)
+    states = read_states(tiles, begin, end)
+    if is_exact:
+        lanes |= _with_waits(lanes, tiles, states, begin, end, num_points)
+    lanes |= _of_rollouts(states, begin, end, num_points)
+    evaluations = list(evaluations_between(tiles, begin, end))
+    if evaluations:
+        lanes[EVALUATIONS] = [_evaluation_piece(one, begin, end) for one in evaluations]
     kinds = {name: _lane_kind(name, tiles) for name in lanes}
-    names = sorted(lanes, key=lambda name: (ORDER[kinds[name]], len(name), name))
+    names = sorted(lanes, key=lambda name: (KINDS.index(kinds[name]), len(name), name))
+    ranks = [name for name in names if kinds[name] == "rank"][MAX_RANKS_SHOWN:]
+    names = [name for name in names if name not in ranks]
     if len(names) > MAX_LANES_SHOWN:
         engines = [name for name in names if kinds[name] == "engine"]
         lanes[ALL_ENGINES] = _all_engines(tiles, engines, begin, end, num_points)
@@ -66,14 +78,14 @@ def lanes_answer(tiles: RunTiles, begin: float | None, end: float | None, num_po
         last=tiles.last,
         is_exact=is_exact and not any(SEVERAL in one.label for pieces in lanes.values() for one in pieces),
         lanes=[_lane(name, kinds[name], lanes[name], begin, end) for name in names[:MAX_LANES_SHOWN]],
-        num_left_out=max(0, len(names) - MAX_LANES_SHOWN),
+        num_left_out=max(0, len(names) - MAX_LANES_SHOWN) + len(ranks),
         versions=_versions(tiles, begin, end, num_points),
-        evaluations=list(evaluations_between(tiles, begin, end)),
+        evaluations=evaluations,
     )
 
 
 def _lane(name: str, kind: LaneKind, pieces: list[_Piece], begin: float, end: float) -> LaneRow:
-    busy = sum(one.busy for one in pieces)
+    busy = sum(one.busy for one in pieces if one.what != "wait")
     spans = [
         LaneSpan(one.begin, one.end, one.what, _share(one), one.num_tokens, one.label)
         for one in sorted(pieces, key=lambda one: one.begin)
@@ -88,13 +100,17 @@ def _share(piece: _Piece) -> float:
 def _lane_kind(name: str, tiles: RunTiles) -> LaneKind:
     if name == "learner":
         return "learner"
+    if name.startswith(RANK_LANE):
+        return "rank"
     if name == DRIVER:
         return "driver"
     if name == "rollouts":
         return "worker"
+    if name == EVALUATIONS:
+        return "evaluation"
     if name == REWARDS or ("rollouts", name) in tiles.waits:
         return "environment"
-    return "stage" if (name, "score") in tiles.work else "engine"
+    return "stage" if {(name, "score"), (name, "step")} & tiles.work.keys() else "engine"
 
 
 def work_kind(worker: str, what: str) -> WorkKind:
@@ -106,7 +122,7 @@ def work_kind(worker: str, what: str) -> WorkKind:
         return "environment"
     if what == "score":
         return "score"
-    return "train" if worker == "learner" and what in LEARNING else "other"
+    return "train" if what in LEARNING else "other"
 
 
 # ---- every piece of work -------------------------------------------------------------------------------------------------
@@ -121,9 +137,15 @@ def _exact(
         if not isinstance(event, kinds) or event.at < begin or event.at - event.seconds > end:
             continue
         worker, what, label, num_tokens = _named(event)
-        since, until = max(begin, event.at - event.seconds), min(end, event.at)
-        piece = _Piece(since, until, work_kind(worker, what), until - since, num_tokens, label)
-        found.setdefault(worker, []).append(piece)
+        began = event.at - event.seconds
+        work = [(worker, event.at, num_tokens)]
+        if isinstance(event, Span) and event.rank_seconds:
+            work += [(f"{RANK_LANE}{rank}", began + seconds, 0) for rank, seconds in enumerate(event.rank_seconds)]
+        for name, ended, tokens in work:
+            since, until = max(begin, began), min(end, ended)
+            if until >= since:
+                piece = _Piece(since, until, work_kind(name, what), until - since, tokens, label)
+                found.setdefault(name, []).append(piece)
     point = (end - begin) / num_points
     return {name: _joined(pieces, point) for name, pieces in found.items()}
 
@@ -159,6 +181,62 @@ def _joined(pieces: list[_Piece], point: float) -> list[_Piece]:
             open_[piece.what] = len(found)
             found.append(piece)
     return found
+
+
+def _with_waits(
+    lanes: dict[str, list[_Piece]],
+    tiles: RunTiles,
+    states: StateReadings,
+    begin: float,
+    end: float,
+    num_points: int,
+) -> dict[str, list[_Piece]]:
+    """The lanes of engines, stages and the learner, with the waits between their pieces that are longer than a point."""
+    found: dict[str, list[_Piece]] = {}
+    for name, (first, last) in _lives(tiles).items():
+        kind, pieces = _lane_kind(name, tiles), lanes.get(name, [])
+        if kind not in ("learner", "rank", "engine", "stage") or first > end or last < begin:
+            continue
+        gaps = _gaps(pieces, max(begin, first), min(end, last), (end - begin) / num_points)
+        waits = [_Piece(a, b, "wait", b - a, 0, _why(name, kind, states, a, b)) for a, b in gaps]
+        found[name] = [*pieces, *waits]
+    return found
+
+
+def _lives(tiles: RunTiles) -> dict[str, tuple[float, float]]:
+    """By worker: when its first piece of work began, and when its last one ended."""
+    found: dict[str, tuple[float, float]] = {}
+    for (worker, _), columns in tiles.work.items():
+        first, last = found.get(worker, (math.inf, -math.inf))
+        found[worker] = (
+            min(first, float(columns.of("begin").min(initial=math.inf))),
+            max(last, float(columns.of("end").max(initial=-math.inf))),
+        )
+    return found
+
+
+def _gaps(pieces: Iterable[_Piece], begin: float, end: float, shortest: float) -> Iterator[tuple[float, float]]:
+    for piece in sorted(pieces, key=lambda one: one.begin):
+        if piece.begin - begin > shortest:
+            yield begin, piece.begin
+        begin = max(begin, piece.end)
+    if end - begin > shortest:
+        yield begin, end
+
+
+def _why(name: str, kind: LaneKind, states: StateReadings, begin: float, end: float) -> str:
+    """By a reading within this time: what was waited for. An engine has nothing to do while no group may start."""
+    low, high = np.searchsorted(states.times, (begin, end))
+    if low == high:
+        return "wait"
+    owners = {"learner": ("train",), "rank": ("train",), "engine": ("feed",)}.get(kind, (name, f"stage {name}"))
+    seen = {what: own.counts[low:high].sum() for (owner, what), own in states.waits.items() if owner in owners}
+    what = max(seen, key=lambda one: seen[one], default="")
+    if not what or not seen[what]:
+        return "wait"
+    if what.startswith("the learner to"):  # it works: this rank has ended
+        return "waits for the other ranks"
+    return f"no requests: new groups wait for {what}" if kind == "engine" else f"waits for {what}"
 
 
 # ---- shares of points ----------------------------------------------------------------------------------------------------
@@ -212,9 +290,9 @@ def _pieces(edges: Floats64, busy: Floats64, num_tokens: Floats64, kind: WorkKin
 # ---- rollouts and environments -------------------------------------------------------------------------------------------
 
 
-def _of_rollouts(tiles: RunTiles, begin: float, end: float, num_points: int) -> dict[str, list[_Piece]]:
+def _of_rollouts(states: StateReadings, begin: float, end: float, num_points: int) -> dict[str, list[_Piece]]:
     """How many rollouts were in flight, and how many in environments and rewards, as shares of the most that were at once."""
-    edges, states = np.linspace(begin, end, num_points + 1), read_states(tiles, begin, end)
+    edges = np.linspace(begin, end, num_points + 1)
     found = dict[str, list[_Piece]]()
     for name in ("rollouts", *(what for owner, what in states.waits if owner == "rollouts" and what not in ELSEWHERE)):
         keys = [key for key in states.waits if key[0] == "rollouts" and name in ("rollouts", key[1])]
@@ -235,6 +313,12 @@ def _versions(tiles: RunTiles, begin: float, end: float, num_points: int) -> lis
     inside = np.flatnonzero((at >= begin) & (at <= end))
     some = inside[:: max(1, -(-len(inside) // num_points))]
     return [VersionMark(float(at[i]), int(version[i])) for i in some]
+
+
+def _evaluation_piece(one: EvaluationSpan, begin: float, end: float) -> _Piece:
+    since, until = max(begin, one.begin), min(end, one.end)
+    label = one.name + (f", on {', '.join(one.engines)}" if one.engines else "")
+    return _Piece(since, until, "evaluate", until - since, 0, label)
 
 
 def evaluations_between(tiles: RunTiles, begin: float, end: float) -> Iterator[EvaluationSpan]:

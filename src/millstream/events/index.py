@@ -51,6 +51,7 @@ TILE = 1000  # lines
 MAX_SKIPPED = 20  # lines of a tile that are named
 MAX_CATCH_UP = 4 << 20  # bytes of events without tiles that a resumed run reads before it starts
 DRIVER, REWARDS = "driver", "group rewards"  # lanes of work that no worker reports
+RANK_LANE = "learner rank "  # and the number of one of several ranks: all of them begin a call of the learner together
 COUNTED = (
     *(fate.value for fate in Fate),
     *("admitted", "restarted", "rollouts_started", "rollouts_ended", "rollouts_failed", "rollouts_aborted"),
@@ -149,7 +150,7 @@ class Tiler:
         self._offset = offset
         self._line = line
         self._add: dict[type[Event], Callable[[Any], None]] = {
-            Span: lambda one: self._work(one.worker, one.what, one.at, one.seconds, one.num_tokens),
+            Span: self._add_span,
             GroupAdmitted: self._admit,
             GroupLeft: lambda one: self._count(one.fate.value),
             GroupScored: lambda one: self._work(REWARDS, "score", one.at, one.seconds),
@@ -269,6 +270,12 @@ class Tiler:
         found[2] += seconds
         found[3] += 1
         found[4] += num_tokens
+
+    def _add_span(self, event: Span) -> None:
+        self._work(event.worker, event.what, event.at, event.seconds, event.num_tokens)
+        if event.rank_seconds:
+            for rank, seconds in enumerate(event.rank_seconds):
+                self._work(f"{RANK_LANE}{rank}", event.what, event.at - event.seconds + seconds, seconds)
 
     def _admit(self, event: GroupAdmitted) -> None:
         self._count("admitted")

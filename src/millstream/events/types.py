@@ -313,6 +313,7 @@ class Span(Event, frozen=True, kw_only=True):
     num_steps: int | UnsetType = UNSET  # of an engine that counts them: decode steps,
     num_context: int | UnsetType = UNSET  # tokens in the cache, summed over these steps,
     num_prompt: int | UnsetType = UNSET  # and tokens of prompts that were computed
+    rank_seconds: list[float] | UnsetType = UNSET  # of a learner with several ranks: how long each of them worked
 
 
 class DraftsChecked(Event, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from millstream.types import Floats, Metrics, TrainRow, Weights
+from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 
 class Snapshot(Protocol):
@@ -38,6 +38,16 @@ class Learner(Protocol):
 
     async def step(self) -> Metrics:
         """Divide by the whole batch, clip, update, clear the gradient. Without rows the weights stay as they are."""
+        ...
+
+    def log_ratios(self) -> HalfFloats:
+        """Of the trained tokens of the last step, in the order in which their rows were accumulated: the policy's
+        log-probability in the pass that trained the token, less the behaviour policy's. NaN: its row was left out. Empty: they
+        are not recorded."""
+        ...
+
+    def rank_seconds(self) -> list[float]:
+        """Of each of several ranks, how long the last `accumulate` or `step` took it. Empty: there is one rank."""
         ...
 
     async def weights(self) -> Weights:

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from millstream.model.adapters import trained_weights
-from millstream.types import Floats, Metrics, TrainRow, Weights
+from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 
 class FrozenLearner:
@@ -29,6 +29,12 @@ class FrozenLearner:
 
     async def step(self) -> Metrics:
         return {}
+
+    def log_ratios(self) -> HalfFloats:
+        return np.zeros(0, np.float16)
+
+    def rank_seconds(self) -> list[float]:
+        return []
 
     async def weights(self) -> Weights:
         return self._weights

@@ -11,9 +11,10 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError
@@ -44,12 +45,12 @@ from millstream.model.shared_memory import Layout, SharedWeights, anonymous_memo
 from millstream.model.spec import described
 from millstream.rpc.process import Launcher, LocalLauncher
 from millstream.rpc.threads import DaemonThreads, on_a_thread
-from millstream.types import Floats, Metrics, TrainRow, Weights
+from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.remote_weights import RemoteWeights
 
-T = TypeVar("T")
+FloatT = TypeVar("FloatT", bound=np.floating[Any])
 
 
 class ClusterRanks(NamedTuple):
@@ -112,6 +113,10 @@ class FsdpLearner:
         self._snapshots = itertools.count()
         self._gathers = itertools.count(1)
         self._thread = DaemonThreads("learner", most=1)
+        self._rows: list[TrainRow] = []  # since the last step
+        self._rows_of: list[list[TrainRow]] = [[] for _ in range(config.ranks)]  # the same, as they were dealt
+        self._log_ratios: HalfFloats = np.zeros(0, np.float16)
+        self._rank_seconds: list[float] = []
 
     def _start_here(self, plan: RankPlan) -> RankProcesses:
         weights = model_weights(self.model)
@@ -138,7 +143,11 @@ class FsdpLearner:
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         dealt = self._dealt(rows)
-        self.ranks.call([Accumulate([pack_rows(rows) for rows in passes]) for passes in dealt])
+        messages = [Accumulate([pack_rows(rows) for rows in passes]) for passes in dealt]
+        self._rank_seconds = self.ranks.call(messages, float)
+        self._rows += rows
+        for own, passes in zip(self._rows_of, dealt, strict=True):
+            own += [row for some in passes for row in some]
 
     def _dealt(self, rows: Sequence[TrainRow]) -> Sequence[Sequence[Sequence[TrainRow]]]:
         """By rank, by pass. A single rank gets what the learner of one device gets, and computes the same bits."""
@@ -152,23 +161,34 @@ class FsdpLearner:
     def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         dealt = self._dealt(rows)
         messages = [ComputeLogprobs([pack_rows(some) for some in passes]) for passes in dealt]
-        found: dict[int, Floats] = {}
-        for passes, logprobs in zip(dealt, self.ranks.call(messages, bytes), strict=True):
-            own = [row for some in passes for row in some]
-            ends = np.cumsum([int(row.loss_mask.sum()) for row in own])
-            parts = np.split(np.frombuffer(logprobs, np.float32), ends[:-1]) if own else []
-            found |= {id(row): part for row, part in zip(own, parts, strict=True)}
-        return [found[id(row)] for row in rows]
+        rows_of = [[row for some in passes for row in some] for passes in dealt]
+        found = [np.frombuffer(own, np.float32) for own in self.ranks.call(messages, bytes)]
+        return _in_order(rows, rows_of, found)
 
     async def step(self) -> Metrics:
         return await self._thread.call(self._step)
 
     def _step(self) -> Metrics:
-        counted = total_tally(self.ranks.call(TakeTally(), StepTally))
+        tallies = self.ranks.call(TakeTally(), StepTally)
+        found = [np.frombuffer(tally.log_ratios, np.float16) for tally in tallies]
+        ordered = _in_order(self._rows, self._rows_of, found)
+        self._log_ratios = np.concatenate([np.zeros(0, np.float16), *ordered])
+        self._rows = []
+        self._rows_of = [[] for _ in tallies]
+        self._rank_seconds = []
+        counted = total_tally(tallies)
         self._guard.check(counted)
         if not counted.units:
             return counted.skipped_rows()
-        return counted.metrics(self.ranks.call(ApplyStep(counted), StepResult)[0])
+        stepped = self.ranks.call(ApplyStep(counted), tuple[StepResult, float])
+        self._rank_seconds = [seconds for _, seconds in stepped]
+        return counted.metrics(stepped[0][0])
+
+    def log_ratios(self) -> HalfFloats:
+        return self._log_ratios
+
+    def rank_seconds(self) -> list[float]:
+        return self._rank_seconds if self._config.ranks > 1 else []
 
     async def weights(self) -> Weights:
         return await self._thread.call(self._weights)
@@ -202,6 +222,17 @@ class FsdpLearner:
         """Let the work in hand finish. No process is left."""
         await on_a_thread("end of ranks", self.ranks.close)
         await self._thread.close()
+
+
+def _in_order(
+    rows: Sequence[TrainRow], rows_of: Sequence[Sequence[TrainRow]], found: Sequence[NDArray[FloatT]]
+) -> list[NDArray[FloatT]]:
+    """Numbers of the trained tokens of each row. They were found by rank, in the order of its own rows."""
+    by_row: dict[int, NDArray[FloatT]] = {}
+    for own, numbers in zip(rows_of, found, strict=True):
+        ends = np.cumsum([np.count_nonzero(row.loss_mask) for row in own])
+        by_row |= zip(map(id, own), np.split(numbers, ends[:-1]), strict=True) if own else ()
+    return [by_row[id(row)] for row in rows]
 
 
 def _memory_for(layout: Layout) -> int:

@@ -72,7 +72,8 @@ class BeginBatch(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Accumulate(Struct, frozen=True, tag=True, array_like=True):
-    """-> None. The same number of passes for every rank: packed rows, perhaps none, of one forward and backward pass each."""
+    """-> float, of a rank: the seconds that it took; of a critic None. The same number of passes for every rank: packed rows,
+    perhaps none, of one forward and backward pass each."""
 
     passes: list[bytes]
 
@@ -88,7 +89,7 @@ class TakeTally(Struct, frozen=True, tag=True, array_like=True):
 
 
 class ApplyStep(Struct, frozen=True, tag=True, array_like=True):
-    """-> StepResult"""
+    """-> tuple[StepResult, float]: and the seconds that it took"""
 
     counted: StepTally
 

@@ -21,7 +21,7 @@ from millstream.learner.check import check_learner
 from millstream.learner.config import LearnerConfig
 from millstream.learner.optimizer import Optimizer, OptimizerState, StepResult
 from millstream.learner.passes import LOCKSTEP, Passes
-from millstream.learner.rows import MAX_FILLER, RowTensors, not_finite
+from millstream.learner.rows import MAX_FILLER, RowTensors
 from millstream.learner.tally import RunningSums, StepTally, behaviour_distance
 from millstream.model.adapters import copy_of, trained_weights
 from millstream.model.policy import Policy, recompute_activations
@@ -108,9 +108,7 @@ class Rank:
 
     def accumulate(self, rows: Sequence[TrainRow]) -> None:
         """Add the unnormalised gradient of these rows, and of the rows that other ranks are given in the same call."""
-        faults = [not_finite(row) for row in rows]
-        sound = [row for row, columns in zip(rows, faults, strict=True) if not columns]
-        self._sums.leave_out([(row.label, columns) for row, columns in zip(rows, faults, strict=True) if columns])
+        sound = self._sums.sound(rows)
         if any(row.loss_mask.any() for row in sound):
             self._passes.run(sound, self._add, self.optimizer)
         elif self._is_sharded:
@@ -133,6 +131,7 @@ class Rank:
         self._sums.add(
             batch,
             loss_M.detach(),
+            (inputs.logprobs_N - inputs.behaviour_N).detach(),
             {**behaviour_distance(inputs), **result.metrics},
             [row.label for row in rows],
             units=float(self._objective.units(batch.counts_R)),

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -70,16 +71,18 @@ class RankServer:
             case BeginBatch():
                 return self._rank.begin_batch()
             case Accumulate(passes):
+                began = time.monotonic()
                 for rows in passes:
                     self._rank.accumulate(unpack_rows(rows))
-                return None
+                return time.monotonic() - began
             case ComputeLogprobs(passes):
                 found = [of_row for rows in passes for of_row in self._rank.logprobs(unpack_rows(rows))]
                 return b"".join(logprobs.tobytes() for logprobs in found)
             case TakeTally():
                 return self._rank.tally()
             case ApplyStep(counted):
-                return self._rank.step(counted)
+                began = time.monotonic()
+                return self._rank.step(counted), time.monotonic() - began
             case GatherWeights(number):
                 return self._gather(number)
             case TakeSnapshot(snapshot):

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from millstream.errors import LearnerError
 from millstream.learner.optimizer import MAX_NAMES, StepResult
-from millstream.learner.rows import RowTensors
+from millstream.learner.rows import RowTensors, not_finite
 from millstream.objective import LossInputs
-from millstream.types import Metrics
+from millstream.types import Mask, Metrics, TrainRow
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class StepTally(Struct, frozen=True, kw_only=True):
     left_out_first: list[str] = []  # some of the rows that were skipped, each with its columns that are not finite
     suspects: list[str] = []  # labels of the rows whose loss was not finite
     micro_batch_tokens: int = 0  # what they were lowered to since the last step, out of memory; 0: they were not
+    log_ratios: bytes = b""  # of one rank: see `Learner.log_ratios`; float16, in the order of its rows
 
     def metrics(self, stepped: StepResult) -> Metrics:
         """Means over tokens; of the loss, over its units."""
@@ -95,21 +97,34 @@ class RunningSums:
         self._sums: dict[str, Tensor] = {}
         self._max_ratio: Tensor | None = None
         self._num_bad: list[tuple[Tensor, list[str]]] = []
+        self._log_ratios: list[Tensor] = []  # of micro-batches
+        self._are_counted: list[Mask] = []  # of all rows: each trained token, whether its row is in a micro-batch
 
-    def leave_out(self, faults: list[tuple[str, list[str]]]) -> None:
-        """Count skipped rows: the label of each, and its columns that are not finite."""
+    def sound(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """The rows whose numbers are finite. The others are counted as skipped, with their columns that are not."""
+        found = [(row, not_finite(row)) for row in rows]
+        self._are_counted += [np.full(np.count_nonzero(row.loss_mask), not columns) for row, columns in found]
+        faults = [(row.label, columns) for row, columns in found if columns]
         self._num_left_out += len(faults)
         room = MAX_NAMES - len(self._left_out_first)
         self._left_out_first += [f"{label} ({', '.join(columns)})" for label, columns in faults[:room]]
         if faults:
             labels = ", ".join(label for label, _ in faults)
             logger.warning("%s is left out: it has a number that is not finite", labels)
+        return [row for row, columns in found if not columns]
 
     def add(
-        self, batch: RowTensors, loss_M: Tensor, sums: dict[str, Tensor], labels: list[str], *, units: float
+        self,
+        batch: RowTensors,
+        loss_M: Tensor,
+        log_ratio_M: Tensor,
+        sums: dict[str, Tensor],
+        labels: list[str],
+        *,
+        units: float,
     ) -> None:
         """All of it, or nothing: what needs memory comes before what is kept."""
-        largest = sums.pop("max_ratio")
+        largest, log_ratio_M = sums.pop("max_ratio"), log_ratio_M.half()
         max_ratio = largest if self._max_ratio is None else torch.maximum(self._max_ratio, largest)
         new = {
             name: self._sums[name] + value if name in self._sums else value
@@ -121,6 +136,7 @@ class RunningSums:
         self._max_ratio = max_ratio
         self._sums |= new
         self._num_bad.append((num_bad_R, labels))
+        self._log_ratios.append(log_ratio_M)
         self.units += units
 
     def _suspects(self) -> list[str]:
@@ -141,7 +157,17 @@ class RunningSums:
             left_out_first=self._left_out_first,
             suspects=self._suspects(),
             micro_batch_tokens=micro_batch_tokens,
+            log_ratios=self._all_log_ratios(),
         )
+
+    def _all_log_ratios(self) -> bytes:
+        if not self._are_counted:
+            return b""
+        are_counted_M = np.concatenate(self._are_counted)
+        found_M = np.full(len(are_counted_M), np.nan, np.float16)
+        if self._log_ratios:
+            found_M[are_counted_M] = torch.cat(self._log_ratios).cpu().numpy()
+        return found_M.tobytes()
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,7 +25,7 @@ from millstream.model.gpu_share import TURNS, training_stream
 from millstream.model.load import model_weights, save_model
 from millstream.objective import Objective
 from millstream.rpc.threads import DaemonThreads
-from millstream.types import Floats, Metrics, TrainRow, Weights
+from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 
 class TorchLearner:
@@ -49,6 +50,7 @@ class TorchLearner:
         own = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
         self.rank = Rank(*own, config, objective, num_steps=num_steps, is_fixed=is_fixed)
         self._guard = FiniteGuard(config.max_skipped_steps)
+        self._log_ratios: HalfFloats = np.zeros(0, np.float16)
         self._thread = DaemonThreads("learner", most=1, within=self._working)
         self._stream = training_stream(model.device, gpu_share) if model.device.type == "cuda" else None
         if self._stream is not None:  # the model may still be in another stream
@@ -84,8 +86,15 @@ class TorchLearner:
 
     def _step(self) -> Metrics:
         counted = self.rank.tally()
+        self._log_ratios = np.frombuffer(counted.log_ratios, np.float16)
         self._guard.check(counted)
         return counted.metrics(self.rank.step(counted)) if counted.units else counted.skipped_rows()
+
+    def log_ratios(self) -> HalfFloats:
+        return self._log_ratios
+
+    def rank_seconds(self) -> list[float]:
+        return []
 
     async def weights(self) -> Weights:
         return await self._thread.call(self._weights)

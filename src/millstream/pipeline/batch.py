@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from millstream.algo.advantages import OverBatch
 from millstream.errors import LagError, StreamEnded
 from millstream.events import GroupTaken, MicroBatchLowered, Span
-from millstream.events.rollouts import TakenRows
+from millstream.events.rollouts import TakenRows, TrainedRows
 from millstream.learner import Learner
 from millstream.learner.packing import Packer
 from millstream.pipeline.admission import Admission, Place
@@ -33,6 +34,7 @@ from millstream.store import Lease
 from millstream.types import Metrics, TrainRow, Weights
 
 T = TypeVar("T")
+TRAINING = ("accumulate", "step")  # calls of the learner that every rank takes part in
 
 
 class TakenGroup(NamedTuple):
@@ -180,11 +182,13 @@ class BatchTrainer:
         self._packer = Packer(algorithm.micro_batch_tokens)
         self._metrics: list[Metrics] = []
         self._num_trained = 0
+        self._since_step: list[TakenGroup] = []
         self._start_weights: Weights | None = None
         self.groups: list[TakenGroup] = []
 
     async def begin(self, version: int) -> None:
         self.groups = []
+        self._since_step = []
         self._metrics = []
         self._num_trained = 0
         await self.call("begin_batch", self._learner.begin_batch())
@@ -226,12 +230,15 @@ class BatchTrainer:
         began = self._context.now()
         result = await self._context.waits.on("train", f"the learner to {what}", work)
         now = self._context.now()
-        self._context.emit(Span(at=now, worker="learner", what=what, seconds=now - began, num_tokens=num_tokens))
+        ranks = self._learner.rank_seconds() if what in TRAINING else []
+        span = Span(at=now, worker="learner", what=what, seconds=now - began, num_tokens=num_tokens)
+        self._context.emit(replace(span, rank_seconds=ranks) if ranks else span)
         return result
 
     async def _train(self, taken: TakenGroup) -> None:
         """One group; an optimizer step if it ends a mini-batch."""
         self._num_trained += 1
+        self._since_step.append(taken)
         rows = taken.rows
         if self._proximal is not None:
             rows = await self._proximal.join(taken.lease.group_id, rows, self._num_trained)
@@ -244,8 +251,20 @@ class BatchTrainer:
     async def _step(self) -> None:
         metrics = await self.call("step", self._learner.step())
         self._metrics.append(metrics)
+        self._keep_log_ratios()
         if tokens := int(metrics.get("micro_batch_tokens", 0)):
             self._context.emit(MicroBatchLowered(at=self._context.now(), micro_batch_tokens=tokens))
+
+    def _keep_log_ratios(self) -> None:
+        groups, found = self._since_step, self._learner.log_ratios()
+        self._since_step = []
+        if not len(found):
+            return
+        counts = [int(np.count_nonzero(row.loss_mask)) for taken in groups for row in taken.rows]
+        by_row = (found[begin:end] for begin, end in pairwise(accumulate(counts, initial=0)))
+        for taken in groups:
+            if taken.rows:
+                self._context.keep(TrainedRows(taken.lease.group_id, [next(by_row) for _ in taken.rows]))
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:

@@ -17,7 +17,7 @@ from millstream.errors import ConfigError
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import Decode, TurnText, turn_texts
 from millstream.run.keep_rollouts import decoder_in
-from millstream.types import Fate
+from millstream.types import Fate, Floats
 
 TOKENS_PER_ROW_GROUP = 500_000  # of Parquet
 TOKENS_PER_ROW = 50  # a rollout without tokens counts as this many
@@ -70,6 +70,8 @@ class PartText(Struct, frozen=True, kw_only=True):
     versions: list[int]
     """Of each token; -1: it was shown, not sampled."""
     advantages: list[float] | None
+    trained_logprobs: list[float | None] | None
+    """The learner's, when it trained the token; None: it was not trained, or the run did not record it."""
 
 
 class RolloutText(Struct, frozen=True, kw_only=True):
@@ -138,7 +140,9 @@ def _matching(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollout]:
 
 def as_text(one: KeptRollout, decode: Decode) -> RolloutText:
     """With every turn of the environment and of the model."""
-    advantages = [None] * len(one.parts) if one.advantages is None else [own.tolist() for own in one.advantages]
+    nothing = [None] * len(one.parts)
+    advantages = nothing if one.advantages is None else [own.tolist() for own in one.advantages]
+    trained = nothing if one.trained_logprobs is None else [_numbers(own) for own in one.trained_logprobs]
     return RolloutText(
         group=one.group_id,
         member=one.member,
@@ -165,8 +169,9 @@ def as_text(one: KeptRollout, decode: Decode) -> RolloutText:
                 logprobs=part.logprobs.tolist(),
                 versions=part.versions.tolist(),
                 advantages=own,
+                trained_logprobs=own_trained,
             )
-            for part, own in zip(one.parts, advantages, strict=True)
+            for part, own, own_trained in zip(one.parts, advantages, trained, strict=True)
         ],
     )
 
@@ -222,7 +227,7 @@ def _schema(pyarrow: Any) -> Any:
     turn, named = {"speaker": text, "text": text}, {"name": text, "value": number}
     part = {"agent": integer, "reward": number, "finish": text, "turns": several(_struct(pyarrow, turn))}
     part |= {"turn_rewards": several(number), "tokens": several(integer), "logprobs": several(number)}
-    part |= {"versions": several(integer), "advantages": several(number)}
+    part |= {"versions": several(integer), "advantages": several(number), "trained_logprobs": several(number)}
     row = dict.fromkeys(("group", "member", "attempt"), integer)
     row |= {"task": text, "epoch": integer, "step": integer, "fate": text, "why": text, "reward": number}
     row |= {"reward_parts": several(_struct(pyarrow, named)), "advantage": number, "lag": integer}
@@ -246,3 +251,7 @@ def _row(one: RolloutText) -> dict[str, Any]:
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def _numbers(values: Floats) -> list[float | None]:
+    return [_number(value) for value in values.tolist()]

@@ -28,7 +28,7 @@ from millstream.learner import RunCritic, RunLearner, Snapshot
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.retry import BackOff, Retry
 from millstream.run.replay_log import CheckpointView, LearnerCall, ReplayLog
-from millstream.types import Floats, Metrics, TrainRow, Weights
+from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 T = TypeVar("T")
 MAX_LEARNER_RESTARTS = (
@@ -270,6 +270,12 @@ class ReplayedLearner(Replayed[RunLearner]):
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._call(lambda inner: inner.logprobs(rows))
+
+    def log_ratios(self) -> HalfFloats:
+        return self._inner.log_ratios()
+
+    def rank_seconds(self) -> list[float]:
+        return self._inner.rank_seconds()
 
     async def weights(self) -> Weights:
         return await self._call(lambda inner: inner.weights())

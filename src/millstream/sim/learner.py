@@ -12,7 +12,7 @@ import numpy as np
 from millstream.seeds import derive_seed
 from millstream.sim.draws import Draw, constant
 from millstream.sim.sharing import Sharing
-from millstream.types import Floats, Metrics, TrainRow, Weights
+from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 TENTH = constant(0.1)
 
@@ -58,6 +58,12 @@ class SimLearner:
     async def step(self) -> Metrics:
         await self._sharing.train(self._step_s(self._rng))
         return {}
+
+    def log_ratios(self) -> HalfFloats:
+        return np.zeros(0, np.float16)
+
+    def rank_seconds(self) -> list[float]:
+        return []
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))

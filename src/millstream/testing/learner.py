@@ -130,6 +130,19 @@ class LearnerSuite:
         assert np.array_equal(one, other)
 
     @learner_test
+    async def test_log_ratios_are_of_the_trained_tokens_of_the_last_step_in_their_order(self) -> None:
+        """To half precision; or there are none."""
+        rows = make_rows(self.vocabulary)
+        async with self.opened() as learner:
+            now = np.concatenate(await learner.logprobs(rows))
+            await self.train(learner, rows[:4], rows[4:])
+            found = learner.log_ratios()
+            expected = now - np.concatenate([row.logprobs[row.loss_mask] for row in rows])
+            assert not len(found) or np.allclose(found, expected, rtol=1e-2, atol=1e-2)
+            await learner.step()
+            assert not len(learner.log_ratios())
+
+    @learner_test
     async def test_what_is_not_trained_changes_nothing(self) -> None:
         """Numbers outside of the mask, and rows without a trained token."""
         rows = make_rows(self.vocabulary)

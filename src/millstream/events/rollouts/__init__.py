@@ -6,6 +6,14 @@ writer.py    appends on a thread, within a bound; whole groups are sampled beyon
 reader.py    reads the files of a run, active or not
 """
 
-from millstream.events.rollouts.records import NO_ROLLOUTS, Attempt, GroupFate, Restart, RolloutSink, TakenRows
+from millstream.events.rollouts.records import (
+    NO_ROLLOUTS,
+    Attempt,
+    GroupFate,
+    Restart,
+    RolloutSink,
+    TakenRows,
+    TrainedRows,
+)
 
-__all__ = ["NO_ROLLOUTS", "Attempt", "GroupFate", "Restart", "RolloutSink", "TakenRows"]
+__all__ = ["NO_ROLLOUTS", "Attempt", "GroupFate", "Restart", "RolloutSink", "TakenRows", "TrainedRows"]

@@ -20,8 +20,8 @@ import numpy as np
 from msgspec import Struct
 
 from millstream.errors import LogError
-from millstream.events.rollouts.records import Attempt, GroupFate, Outcome, Record, TakenRows
-from millstream.types import Finish, Floats, Rollout, TrainRow
+from millstream.events.rollouts.records import Attempt, GroupFate, Outcome, Record, TakenRows, TrainedRows
+from millstream.types import Finish, Floats, HalfFloats, Rollout, TrainRow
 
 MAGIC = b"MSR2"
 PREFIX = struct.Struct("<4sIII")
@@ -55,6 +55,12 @@ class RestartHead(Struct, frozen=True, array_like=True):
     kept: list[int]
 
 
+class TrainedHead(Struct, frozen=True, array_like=True):
+    seq: int
+    group_id: int
+    num_tokens: list[int]  # trained tokens of each row
+
+
 class ChunkHead(Struct, frozen=True, array_like=True):
     last_seq: int
     groups: list[int]  # that the body is about
@@ -64,6 +70,7 @@ class ChunkHead(Struct, frozen=True, array_like=True):
     restarts: list[RestartHead] = []
     cut: int | None = None
     """The run was resumed from a checkpoint here: earlier records after this number are void."""
+    trained: list[TrainedHead] = []
 
 
 class AttemptRow(Struct, frozen=True, array_like=True):
@@ -104,6 +111,7 @@ class ChunkBody(Struct, frozen=True, array_like=True):
     logprobs: bytes = b""
     taken: list[TakenRow] = []
     columns: dict[str, bytes] = {}
+    log_ratios: bytes = b""  # of the groups that were trained, one after the other
 
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -122,7 +130,7 @@ def encode_chunk(records: Sequence[Numbered], give_way: Callable[[], None] = lam
     """At least one record, in the order in which they were made. `give_way` is called after every few of them. Rows are tuples
     in the order of their structs, which are quicker to make."""
     attempts, parts, taken, fates, restarts = list[Any](), list[Rollout](), list[Any](), list[Any](), list[Any]()
-    takings, of_group = list[Any](), dict[int, int]()
+    takings, of_group, trained, log_ratios = list[Any](), dict[int, int](), list[Any](), list[HalfFloats]()
     for number, (seq, one) in enumerate(records, 1):
         if not number % SLICE:
             give_way()
@@ -134,15 +142,20 @@ def encode_chunk(records: Sequence[Numbered], give_way: Callable[[], None] = lam
             taken.append((seq, *one[:3], len(one.rows)))
             takings += zip(one.places, one.rewards, one.rows, strict=True)
             of_group.setdefault(one.group_id, 0)
+        elif isinstance(one, TrainedRows):
+            trained.append((seq, one.group_id, [len(own) for own in one.log_ratios]))
+            log_ratios += one.log_ratios
+            of_group.setdefault(one.group_id, 0)
         elif isinstance(one, GroupFate):
             fates.append((seq, *one))
         else:
             restarts.append((seq, *one))
     groups = sorted(of_group)
     give_way()
-    head = (records[-1][0], groups, [of_group[group_id] for group_id in groups], taken, fates, restarts, None)
-    body = (attempts, *_of_parts(parts), *_of_taken(takings)) if attempts or takings else None
-    return _joined(head, body)
+    num_attempts = [of_group[group_id] for group_id in groups]
+    head = (records[-1][0], groups, num_attempts, taken, fates, restarts, None, trained)
+    body = (attempts, *_of_parts(parts), *_of_taken(takings), _flat(log_ratios, "<f2"))
+    return _joined(head, body if attempts or takings or log_ratios else None)
 
 
 def encode_cut(seq: int) -> bytes:
@@ -238,13 +251,14 @@ def end_of(path: Path) -> int:
 class DecodedChunk(NamedTuple):
     attempts: dict[int, list[tuple[int, Attempt]]]  # by group, with their numbers
     taken: list[TakenRows]  # as in the head, in its order
+    trained: list[TrainedRows]  # the same
     num_bytes: int  # that it takes in memory, about
 
 
 def read_body(head: ChunkHead, place: ChunkPlace) -> DecodedChunk:
     """Raises `LogError` for bytes that are not those that were written."""
     if not place.size:
-        return DecodedChunk({}, [_taken(one, [], {}, 0) for one in head.taken], 0)
+        return DecodedChunk({}, [_taken(one, [], {}, 0) for one in head.taken], [], 0)
     try:
         with place.path.open("rb") as file:
             file.seek(place.begin)
@@ -254,7 +268,7 @@ def read_body(head: ChunkHead, place: ChunkPlace) -> DecodedChunk:
         for seq, one in _attempts(body):
             attempts.setdefault(one.group_id, []).append((seq, one))
         num_bytes = len(raw) + OBJECT_BYTES * (len(body.parts) + len(body.taken))
-        return DecodedChunk(attempts, list(_all_taken(head, body)), num_bytes)
+        return DecodedChunk(attempts, list(_all_taken(head, body)), list(_all_trained(head, body)), num_bytes)
     except OSError as error:
         raise LogError(
             f"cannot read {place.path}: {error.strerror}. An active run may have sampled it away: try again"
@@ -310,6 +324,14 @@ def _all_taken(head: ChunkHead, body: ChunkBody) -> Iterator[TakenRows]:
         yield _taken(one, own, columns, begin)
         row += one.num_rows
         begin += sum(each.num_tokens for each in own)
+
+
+def _all_trained(head: ChunkHead, body: ChunkBody) -> Iterator[TrainedRows]:
+    found_N, end = np.frombuffer(body.log_ratios, "<f2"), 0
+    for one in head.trained:
+        ends = end + np.cumsum(one.num_tokens, dtype=np.int64)
+        begin, end = end, int(ends[-1]) if len(ends) else end
+        yield TrainedRows(one.group_id, np.split(found_N[begin:end], ends[:-1] - begin))
 
 
 def _taken(head: TakenHead, own: Sequence[TakenRow], columns: dict[str, Floats], begin: int) -> TakenRows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -25,14 +25,15 @@ from millstream.events.rollouts.chunks import (
     FateHead,
     RestartHead,
     TakenHead,
+    TrainedHead,
     read_body,
     read_heads,
 )
 from millstream.events.rollouts.records import Attempt, TakenRows
 from millstream.events.rollouts.writer import NUM_STRATA, ROLLOUTS_FOLDER, read_sampled, stratum_file, stratum_of
-from millstream.types import Floats, Rollout, TrainRow
+from millstream.types import Floats, HalfFloats, Rollout, TrainRow
 
-_Record = TakenHead | FateHead | RestartHead
+_Record = TakenHead | TrainedHead | FateHead | RestartHead
 MAX_BYTES_HELD = 64 << 20  # of bodies
 
 
@@ -52,6 +53,9 @@ class KeptRollout(NamedTuple):
     step: int | None  # the version that it was trained into: the first step is 1
     lag: int | None
     advantages: tuple[Floats, ...] | None  # of each part, one a token
+    trained_logprobs: tuple[Floats, ...] | None
+    """Of each part, one a token: the learner's log-probability when it trained the token. NaN: the token was not trained. None
+    also where a run did not record them."""
 
     @property
     def num_sampled(self) -> int:
@@ -86,13 +90,15 @@ class _Chunk(NamedTuple):
 class KeptGroup:
     """What the heads say of a group. `departure`: the number of the last event that changed its fate."""
 
-    __slots__ = ("chunks", "departure", "group_id", "left", "restarts", "taken", "taken_in")
+    __slots__ = ("chunks", "departure", "group_id", "left", "restarts", "taken", "taken_in", "trained", "trained_in")
 
     def __init__(self, group_id: int) -> None:
         self.group_id = group_id
         self.chunks: list[_Chunk] = []
         self.taken: TakenHead | None = None
         self.taken_in: _Chunk | None = None
+        self.trained: TrainedHead | None = None
+        self.trained_in: _Chunk | None = None
         self.left: FateHead | None = None  # None: it is in flight
         self.restarts: list[RestartHead] = []
         self.departure = math.inf
@@ -126,6 +132,9 @@ class KeptGroup:
             case TakenHead():
                 self.taken = record
                 self.taken_in = chunk
+            case TrainedHead():
+                self.trained = record
+                self.trained_in = chunk
             case FateHead():
                 self.left = record
             case RestartHead():
@@ -155,7 +164,7 @@ class _File(NamedTuple):
             head = chunk.head
             for group_id in head.groups:
                 in_flight.setdefault(group_id, KeptGroup(group_id)).chunks.append(chunk)
-            records: list[_Record] = [*head.taken, *head.fates, *head.restarts]
+            records: list[_Record] = [*head.taken, *head.trained, *head.fates, *head.restarts]
             for record in sorted((one for one in records if one.seq <= chunk.upto), key=attrgetter("seq")):
                 group_id = record.group_id
                 if in_flight.setdefault(group_id, KeptGroup(group_id)).add(record, chunk):
@@ -193,14 +202,15 @@ class RolloutDump:
 
     def rollouts(self, group: KeptGroup) -> list[KeptRollout]:
         """In the order of members and attempts."""
-        taken = self._taken(group)
+        taken, trained = self._taken(group), self._trained(group)
         attempts = sorted(self._attempts(group), key=lambda one: (one[1].member, one[1].attempt, one[0]))
         counted = [one for seq, one in attempts if _counts(seq, one, group)]
         rewards = iter(group.rewards)
         if len(group.rewards) != len(counted):  # it is in flight, was superseded, or some could not be written
             rewards = iter([one.parts[0].reward for one in counted])
         return [
-            _kept(seq, one, group, taken, next(rewards) if _counts(seq, one, group) else None) for seq, one in attempts
+            _kept(seq, one, group, taken, trained, next(rewards) if _counts(seq, one, group) else None)
+            for seq, one in attempts
         ]
 
     def taken_rows(self, group: KeptGroup) -> TakenRows | None:
@@ -251,6 +261,13 @@ class RolloutDump:
             return None
         return self._decoded(group.taken_in).taken[group.taken_in.head.taken.index(group.taken)]
 
+    def _trained(self, group: KeptGroup) -> Sequence[HalfFloats]:
+        """The log ratios of its rows; empty: they are not recorded."""
+        if group.trained is None or group.trained_in is None:
+            return []
+        decoded = self._decoded(group.trained_in)
+        return decoded.trained[group.trained_in.head.trained.index(group.trained)].log_ratios
+
 
 def _open(path: Path) -> _File:
     """Its marks, and where it ends now."""
@@ -270,7 +287,14 @@ def _counts(seq: int, one: Attempt, group: KeptGroup) -> bool:
     return one.outcome == "ended" and group.restart_of(seq, one.member) is None
 
 
-def _kept(seq: int, one: Attempt, group: KeptGroup, taken: TakenRows | None, reward: float | None) -> KeptRollout:
+def _kept(
+    seq: int,
+    one: Attempt,
+    group: KeptGroup,
+    taken: TakenRows | None,
+    trained: Sequence[HalfFloats],
+    reward: float | None,
+) -> KeptRollout:
     places = {} if taken is None else dict(zip(taken.places, taken.rows, strict=True))
     own = [places.get((part.member, part.part)) for part in one.parts] if reward is not None else []
     rows = [row for row in own if row is not None]
@@ -284,7 +308,25 @@ def _kept(seq: int, one: Attempt, group: KeptGroup, taken: TakenRows | None, rew
         step=taken.version + 1 if taken is not None and is_taken else None,
         lag=taken.version - min(part.start_version for part in one.parts) if taken is not None and is_taken else None,
         advantages=tuple(row.advantages for row in rows) if is_taken else None,
+        trained_logprobs=_trained_logprobs(one, taken, trained) if is_taken else None,
     )
+
+
+def _trained_logprobs(
+    one: Attempt, taken: TakenRows | None, trained: Sequence[HalfFloats]
+) -> tuple[Floats, ...] | None:
+    """None: a part has none, or not one for each of its sampled tokens."""
+    if taken is None or len(trained) != len(taken.places):
+        return None
+    by_place = dict(zip(taken.places, trained, strict=True))
+    found = []
+    for part in one.parts:
+        log_ratio_M, logprobs = by_place[part.member, part.part], np.full(len(part.tokens), np.nan, np.float32)
+        if len(log_ratio_M) != np.count_nonzero(part.loss_mask):
+            return None
+        logprobs[part.loss_mask] = part.logprobs[part.loss_mask] + log_ratio_M
+        found.append(logprobs)
+    return tuple(found)
 
 
 def _fate(seq: int, one: Attempt, group: KeptGroup) -> str:

@@ -1,4 +1,4 @@
-"""What is recorded of rollouts: every attempt, the rows that a batch took, and how each group left.
+"""What is recorded of rollouts: every attempt, the rows that a batch took and trained, and how each group left.
 
 A record is made right after the event of the same moment, in the same step of the event loop. Its position in the log (`seq`)
 says, as for events, whether a checkpoint covers it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from millstream.types import Rollout, Task, TrainRow
+from millstream.types import HalfFloats, Rollout, Task, TrainRow
 
 Outcome = Literal["ended", "failed", "aborted"]
 
@@ -40,6 +40,13 @@ class TakenRows(NamedTuple):
     rows: Sequence[TrainRow]
 
 
+class TrainedRows(NamedTuple):
+    """A group whose rows were trained, in the order of its `TakenRows`."""
+
+    group_id: int
+    log_ratios: Sequence[HalfFloats]  # of each row: see `Learner.log_ratios`
+
+
 class GroupFate(NamedTuple):
     group_id: int
     task_id: str
@@ -56,7 +63,7 @@ class Restart(NamedTuple):
     kept: Sequence[int] = ()
 
 
-Record = Attempt | TakenRows | GroupFate | Restart
+Record = Attempt | TakenRows | TrainedRows | GroupFate | Restart
 
 
 class RolloutSink(Protocol):

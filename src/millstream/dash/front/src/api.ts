@@ -127,7 +127,7 @@ export type LaneSpan = readonly [begin: number, end: number, what: "generate" | 
 
 export interface LaneRow {
   readonly name: string;
-  readonly kind: "learner" | "engine" | "worker" | "stage" | "environment" | "driver";
+  readonly kind: "learner" | "rank" | "engine" | "worker" | "stage" | "environment" | "evaluation" | "driver";
   readonly idle_share: number;
   readonly spans: readonly LaneSpan[];
 }
@@ -220,12 +220,15 @@ export interface RolloutsAnswer {
   readonly environments: readonly string[];
   readonly fates: readonly string[];
   readonly why_none: string | null;
+  readonly num_searched: number | null;
+  readonly is_searching: boolean;
 }
 
 export interface TokenColumns {
   readonly texts: readonly string[];
   readonly versions: readonly number[] | null;
   readonly log_probs: readonly (number | null)[] | null;
+  readonly trained_log_probs: readonly (number | null)[] | null;
   readonly advantages: readonly (number | null)[] | null;
   readonly reference_log_probs: readonly (number | null)[] | null;
 }

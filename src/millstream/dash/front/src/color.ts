@@ -42,13 +42,20 @@ export function curveLook(index: number): (typeof CURVES)[number] {
 
 export const VERSION_HUES = 6; // classes v0 to v5 of the stylesheet: a version has the class of its number
 
-export type TokenColor = "none" | "version" | "log_prob" | "advantage";
-export const TOKEN_COLORS: readonly TokenColor[] = ["none", "version", "log_prob", "advantage"];
+export type TokenColor = "none" | "version" | "log_prob" | "ratio" | "advantage";
+export const TOKEN_COLORS: readonly TokenColor[] = ["none", "version", "log_prob", "ratio", "advantage"];
 
 /** The step, 0 to 4, of a log-probability: 0 is likely (from 0.9), 4 is very unlikely (below 0.01). */
 export function logProbStep(value: number): number {
   const limits = [Math.log(0.9), Math.log(0.5), Math.log(0.1), Math.log(0.01)];
   return limits.filter((limit) => value < limit).length;
+}
+
+/** The step, -3 to 3, of a train/behaviour ratio: 0 within 5% of 1, 3 beyond a factor of 1.5. */
+export function ratioStep(value: number): number {
+  const size = Math.abs(Math.log(Math.max(value, 1e-9)));
+  const steps = [Math.log(1.05), Math.log(1.2), Math.log(1.5)].filter((limit) => size > limit).length;
+  return value < 1 ? -steps : steps;
 }
 
 /** The step, -2 to 2, of an advantage. */
@@ -65,6 +72,8 @@ export function tokenClass(color: TokenColor, value: number | null | undefined):
       return `v${((value % VERSION_HUES) + VERSION_HUES) % VERSION_HUES}`;
     case "log_prob":
       return `l${logProbStep(value)}`;
+    case "ratio":
+      return `r${ratioStep(value)}`.replace("-", "n");
     case "advantage":
       return `a${advantageStep(value)}`.replace("-", "n");
   }

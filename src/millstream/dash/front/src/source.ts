@@ -9,6 +9,7 @@ import type {
   LanesAnswer,
   OverviewAnswer,
   ReportAnswers,
+  RolloutRow,
   RolloutsAnswer,
   RunsAnswer,
   SeriesAnswer,
@@ -126,7 +127,7 @@ export class EmbeddedSource implements Source {
       case "flow":
         return all.flow;
       case "rollouts":
-        return selectRollouts(all.rollouts, request.options ?? {});
+        return selectRollouts(all.rollouts, request.options ?? {}, all.groups);
       case "group":
         return all.groups.find((group) => group.group_id === request.group);
       case "diff":
@@ -137,13 +138,20 @@ export class EmbeddedSource implements Source {
 
 const SORTED_BY = { reward: "reward", advantage: "advantage", length: "num_tokens", lag: "lag", step: "step" } as const;
 
+/** What is searched: names, and the text of all turns. */
+function searched(row: RolloutRow, groups: readonly GroupAnswer[]): string {
+  const members = groups.find((one) => one.group_id === row.group_id)?.members ?? [];
+  const member = members.find((one) => one.row.member === row.member && one.row.attempt === row.attempt);
+  return [row.task, row.environment, row.fate, ...(member?.turns ?? []).map((turn) => turn.text)].join("\n").toLowerCase();
+}
+
 /** The same choice and order of rollouts as the server's, of the few that a report has. */
-export function selectRollouts(all: RolloutsAnswer, options: Options): RolloutsAnswer {
+export function selectRollouts(all: RolloutsAnswer, options: Options, groups: readonly GroupAnswer[] = []): RolloutsAnswer {
   const { query, environment, fate, step, sort, descending, offset = 0, limit = 50 } = options;
   const words = String(query ?? "").toLowerCase();
   const rows = all.rows.filter(
     (row) =>
-      (!words || `${row.task} ${row.head}`.toLowerCase().includes(words)) &&
+      (!words || searched(row, groups).includes(words)) &&
       (!environment || row.environment === environment) &&
       (!fate || row.fate === fate) &&
       (step === undefined || step === "" || row.step === Number(step)),

@@ -1,6 +1,6 @@
 // One group: its task, its members, and what one of them wrote, turn by turn and token by token; or all of them side by side.
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { GroupAnswer, MemberRow, RolloutLife, RolloutRow, RunRow, TokenColumns, TurnRow } from "../api.ts";
 import { TOKEN_COLORS, type TokenColor, tokenClass, VERSION_HUES } from "../color.ts";
 import { duration, num, signed, visible } from "../format.ts";
@@ -12,9 +12,36 @@ const COLOR_TITLES: Readonly<Record<TokenColor, string>> = {
   none: "nothing",
   version: "version",
   log_prob: "log-probability",
+  ratio: "train/behaviour ratio",
   advantage: "advantage",
 };
-const COLUMN: Readonly<Record<TokenColor, keyof TokenColumns | null>> = { none: null, version: "versions", log_prob: "log_probs", advantage: "advantages" };
+type Values = readonly (number | null)[] | null;
+
+/** What tokens are colored by; null: it is not recorded. */
+export function valuesOf(tokens: TokenColumns, color: TokenColor): Values {
+  switch (color) {
+    case "none":
+      return null;
+    case "version":
+      return tokens.versions;
+    case "log_prob":
+      return tokens.log_probs;
+    case "ratio":
+      return ratiosOf(tokens);
+    case "advantage":
+      return tokens.advantages;
+  }
+}
+
+/** Of each token: its probability in the learner when it was trained, over that in the engine when it was sampled. */
+function ratiosOf(tokens: TokenColumns): Values {
+  const { log_probs, trained_log_probs } = tokens;
+  if (log_probs === null || trained_log_probs === null) return null;
+  return trained_log_probs.map((trained, i) => {
+    const sampled = log_probs[i] ?? null;
+    return trained === null || sampled === null ? null : Math.exp(trained - sampled);
+  });
+}
 
 /** The member, and the attempt if it is not the first. */
 export function nameOf(row: RolloutRow): string {
@@ -211,8 +238,7 @@ function Tokens(props: { tokens: TokenColumns; color: TokenColor; onToken: (word
   const { tokens, color } = props;
   const [at, setAt] = useState<number | null>(null);
   const box = useRef<HTMLPreElement>(null);
-  const name = COLUMN[color];
-  const values = name === null ? null : (tokens[name] as readonly (number | null)[] | null);
+  const values = useMemo(() => valuesOf(tokens, color), [tokens, color]);
   useEffect(() => {
     if (at !== null) box.current?.querySelector(".at")?.scrollIntoView({ block: "nearest" });
     props.onToken(at === null ? null : described(tokens, at));
@@ -241,12 +267,14 @@ function Tokens(props: { tokens: TokenColumns; color: TokenColor; onToken: (word
 
 function described(tokens: TokenColumns, i: number): string {
   const words = [`token ${i + 1} of ${tokens.texts.length}: ${JSON.stringify(tokens.texts[i] ?? "")}`];
-  const add = (values: readonly (number | null)[] | null, word: (value: number) => string): void => {
+  const add = (values: Values, word: (value: number) => string): void => {
     const value = values?.[i];
     if (value !== null && value !== undefined) words.push(word(value));
   };
   add(tokens.versions, (value) => `version ${value}`);
   add(tokens.log_probs, (value) => `probability ${num(Math.exp(value))} (log ${num(value)})`);
+  add(tokens.trained_log_probs, (value) => `when trained ${num(Math.exp(value))} (log ${num(value)})`);
+  add(ratiosOf(tokens), (value) => `ratio ${num(value)}`);
   add(tokens.advantages, (value) => `advantage ${signed(value)}`);
   add(tokens.reference_log_probs, (value) => `reference log ${num(value)}`);
   return words.join(" · ");
@@ -254,14 +282,14 @@ function described(tokens: TokenColumns, i: number): string {
 
 const SCALES: Readonly<Record<Exclude<TokenColor, "none" | "version">, ReadonlyArray<readonly [string, string]>>> = {
   log_prob: [["l0", "above 0.9"], ["l1", "above 0.5"], ["l2", "above 0.1"], ["l3", "above 0.01"], ["l4", "below"]],
+  ratio: [["rn3", "below 1/1.5"], ["rn2", "below 1/1.2"], ["rn1", "below 1/1.05"], ["r0", "about 1"], ["r1", "above 1.05"], ["r2", "above 1.2"], ["r3", "above 1.5"]],
   advantage: [["an2", "below −0.5"], ["an1", "below 0"], ["a0", "0"], ["a1", "above 0"], ["a2", "above 0.5"]],
 };
 
 function ColorLegend(props: { color: TokenColor; member: MemberRow }) {
   const { color } = props;
   if (color === "none") return null;
-  const column = COLUMN[color];
-  const isKnown = column !== null && props.member.turns.some((turn) => turn.role === "model" && turn.tokens?.[column]);
+  const isKnown = props.member.turns.some((turn) => turn.role === "model" && turn.tokens !== null && valuesOf(turn.tokens, color) !== null);
   if (!isKnown) return <p class="note">No {COLOR_TITLES[color]} is recorded for the tokens of this rollout.</p>;
   const versions = [...new Set(props.member.turns.flatMap((turn) => turn.tokens?.versions ?? []))].sort((a, b) => a - b).slice(0, 2 * VERSION_HUES);
   const rows = color === "version" ? versions.map((version) => [tokenClass("version", version), `version ${version}`] as const) : SCALES[color];

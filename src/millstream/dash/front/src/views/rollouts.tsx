@@ -145,13 +145,23 @@ function useRowHeight(): number {
 
 function Kept(props: { answer: RolloutsAnswer; run: RunRow; isFiltered: boolean }) {
   const { total, num_kept, num_read, num_away, why_none } = props.answer;
+  const search = searchWords(props.answer);
   if (why_none !== null) return <Empty>{why_none}</Empty>;
-  if (total === 0 && props.isFiltered) return <Empty>No rollout matches. {num_read < num_kept && `${num(num_read)} of ${num(num_kept)} were read so far.`}</Empty>;
+  if (total === 0 && props.isFiltered) return <Empty>No rollout matches. {num_read < num_kept && `${num(num_read)} of ${num(num_kept)} were read so far. `}{search}</Empty>;
   if (total === 0) return <Empty>No rollout has ended yet.</Empty>;
   const words = [props.isFiltered ? `${num(total)} of ${count(num_kept, "rollout")}` : count(total, "rollout")];
   if (num_read < num_kept) words.push(`${num(num_read)} of ${num(num_kept)} read so far`);
+  if (search) words.push(search);
   if (num_away > 0) words.push(`${num(num_away)} not kept (rollout.keep_gb)`);
   return <p class="note kept">{words.join(" · ")}</p>;
+}
+
+/** How far the search has come; "": through everything, or nothing is searched for. */
+export function searchWords(answer: RolloutsAnswer): string {
+  const { num_kept, num_searched, is_searching } = answer;
+  if (num_searched === null) return "";
+  if (is_searching) return `searched ${num(num_searched)} of ${num(num_kept)} so far`;
+  return num_searched < num_kept ? `searched the newest ${num(num_searched)} of ${num(num_kept)}` : "";
 }
 
 interface FilterProps {
@@ -176,11 +186,11 @@ function Filters(props: FilterProps) {
   return (
     <form class="tools" role="search" onSubmit={(event) => event.preventDefault()}>
       <label class="field grow">
-        <span class="hidden">Search in prompts and answers</span>
+        <span class="hidden">Search in prompts, answers, tools and fates</span>
         <input
           type="search"
           id="search"
-          placeholder="search in prompts and answers  ( / )"
+          placeholder="search in prompts, answers, tools, fates  ( / )"
           defaultValue={filters.query}
           onInput={(event) => later({ query: event.currentTarget.value })}
           onKeyDown={(event) => event.key === "Escape" && event.currentTarget.blur()}
