@@ -22,7 +22,7 @@ from millstream.env.data import DataSet, PassedData, check_hub_data, read
 from millstream.env.registry import check_tasks, single_turn_tasks
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.rewards import PassedRewards, check_reward, prepare_rewards, swapped_parameters, try_rewards
-from millstream.env.sandbox.sandbox import what_is_contained
+from millstream.env.sandbox.programs import what_is_contained
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer, check_weights
 from millstream.model.lora import check_lora

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from millstream.env.sandbox.sandbox import PROMISES, what_is_contained
+from millstream.env.sandbox.programs import PROMISES, what_is_contained
 from millstream.errors import MillstreamError
 from millstream.hub import why_not_on_hub
 from millstream.run.device import available_memory
