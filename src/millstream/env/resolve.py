@@ -22,6 +22,7 @@ from millstream.env.base import Environment
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, EnvironmentConfig
 from millstream.env.multi_turn import MultiTurn, is_quick
 from millstream.env.rewards.find import find_reward, meant
+from millstream.env.sandbox.config import sandbox_maker
 from millstream.env.tools import AUTO, configured_tools, parser_named
 from millstream.errors import ConfigError, DataError
 from millstream.types import Task
@@ -31,6 +32,7 @@ BUILT_IN_ENVIRONMENTS = {
     "gymnasium": "millstream.env.games.gym_text:GymText",
     "lookup": "millstream.env.games.lookup:Lookup",
     "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
+    "shell_tasks": "millstream.env.games.shell_tasks:ShellTasks",
     "verifiers": "millstream.env.games.verifiers_env:Verifiers",
 }
 EXPECTED = (
@@ -56,6 +58,8 @@ class EnvironmentKind(Struct, frozen=True, kw_only=True, eq=False):
 def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
     """Raises `ConfigError`, which says what was expected and where."""
     configured_tools(config.tools)  # raises
+    if config.sandbox is not None:
+        sandbox_maker(config.sandbox)  # raises
     if config.tool_format != AUTO:
         parser_named(config.tool_format)
     if config.use == AGENT:

@@ -12,7 +12,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from millstream.env.sandbox.programs import Contained, Limits, ProgramSandbox, SandboxBroken, what_is_contained
+from millstream.env.sandbox.base import Limits
+from millstream.env.sandbox.keepers import SandboxBroken
+from millstream.env.sandbox.programs import Contained, ProgramSandbox, what_is_contained
 from millstream.errors import ConfigError, RewardFailed
 from millstream.types import Task
 

@@ -72,10 +72,11 @@ class WalledSandbox:
 
     async def close(self) -> None:
         self._why_lost = self._why_lost or "it is closed"
-        if self._keeper is not None:
-            self._keeper.stop()
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.stop()
             with suppress(SandboxBroken):  # its keeper was killed, and everything with it
-                await self._keeper.ended()
+                await keeper.ended()
         await self._stack.aclose()
 
     async def _open(self) -> None:
@@ -122,7 +123,8 @@ class WalledSandbox:
 
     async def _reason(self) -> str:
         """Why it died; empty, if it lives."""
-        assert self._keeper is not None
+        if self._keeper is None:
+            return "it is closed"
         self._keeper.stop()
         try:
             ended = await self._keeper.ended()

@@ -118,7 +118,7 @@ class _Server:
         pause_s = usage.WATCH_S
         try:
             while (left_s := deadline - time.monotonic()) > 0:
-                ready = select.select([handle, control], [], [], min(left_s, pause_s))[0]
+                ready = select.select([handle, control.fileno()], [], [], min(left_s, pause_s))[0]
                 if handle in ready:
                     return "ended"
                 if ready:

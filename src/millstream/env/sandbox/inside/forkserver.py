@@ -189,7 +189,7 @@ def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: st
     """Until it ends, its time is over, it uses more than it may, or the client has disconnected."""
     limits = order["limits"]
     if order["role"] == "commands":  # its first process watches them
-        select.select([control, os.pidfd_open(child)], [], [])
+        select.select([control.fileno(), os.pidfd_open(child)], [], [])
         return "stopped"
     deadline = time.monotonic() + limits["wall_s"]
     poll = select.poll()
