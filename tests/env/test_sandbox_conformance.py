@@ -14,6 +14,8 @@ import pytest
 from millstream.env.sandbox.base import Limits, Sandbox
 from millstream.env.sandbox.config import SandboxConfig, sandbox_maker
 from millstream.env.sandbox.container import ContainerSandbox
+from millstream.env.sandbox.keepers import SandboxBroken
+from millstream.env.sandbox.programs import what_is_contained
 from millstream.env.sandbox.walled import WalledSandbox
 from millstream.errors import ConfigError, SandboxLost
 from millstream.testing.sandbox import SandboxSuite
@@ -24,6 +26,17 @@ FAKE = Path(__file__).parents[1] / "support/fake_docker.sh"
 class TestWalls(SandboxSuite):
     def make_sandbox(self, limits: Limits) -> Sandbox:
         return WalledSandbox(limits)
+
+
+class TestUserWalls(SandboxSuite):
+    """As one who is not root, or as root in a user namespace."""
+
+    def make_sandbox(self, limits: Limits) -> Sandbox:
+        try:
+            what_is_contained("user")
+        except SandboxBroken as error:
+            pytest.skip(f"no user namespaces here: {error}")
+        return WalledSandbox(limits, walls="user")
 
 
 @pytest.fixture

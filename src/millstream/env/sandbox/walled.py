@@ -17,7 +17,17 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from millstream.env.sandbox.base import Executed, Limits
-from millstream.env.sandbox.keepers import GRACE_S, HEADER, Keeper, Keepers, SandboxBroken, feed, listen, send_all
+from millstream.env.sandbox.keepers import (
+    GRACE_S,
+    HEADER,
+    Keeper,
+    Keepers,
+    SandboxBroken,
+    Walls,
+    feed,
+    listen,
+    send_all,
+)
 from millstream.env.sandbox.programs import PROMISES, in_thread, what_is_contained
 from millstream.errors import ConfigError, SandboxLost
 
@@ -33,10 +43,11 @@ _keepers = Keepers()
 
 
 class WalledSandbox:
-    """See `base.Sandbox`."""
+    """See `base.Sandbox`. `walls` None: the best that can be had."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, *, walls: Walls | None = None) -> None:
         self.limits = limits or Limits()
+        self._walls = walls
         self.keeper_id: int | None = None  # of the process whose death is its end
         self._stack = AsyncExitStack()
         self._keeper: Keeper | None = None
@@ -82,10 +93,10 @@ class WalledSandbox:
     async def _open(self) -> None:
         ours, theirs = socket.socketpair()
         self._stack.enter_context(ours)
-        contained = what_is_contained()
+        walls = self._walls or what_is_contained().walls
         try:
             self._keeper = await self._stack.enter_async_context(
-                _keepers.keeper({"role": "commands"}, [theirs], self.limits, contained.walls)
+                _keepers.keeper({"role": "commands"}, [theirs], self.limits, walls)
             )
             async with asyncio.timeout(START_S):
                 ours.setblocking(False)
