@@ -21,6 +21,7 @@ from msgspec import structs
 import millstream
 from millstream.env.sandbox import walled
 from millstream.env.sandbox.base import Executed, Limits
+from millstream.env.sandbox.inside import commands
 from millstream.env.sandbox.keepers import SandboxBroken, Walls
 from millstream.env.sandbox.programs import what_is_contained
 from millstream.env.sandbox.walled import WalledSandbox, check_walls
@@ -214,6 +215,16 @@ def test_a_link_to_outside_leads_to_a_place_in_the_sandbox(tmp_path: Path) -> No
 
     run(program)
     assert (tmp_path / "secret").read_text() == "secret" and not (tmp_path / "new").exists()
+
+
+def test_a_sandbox_without_namespaces_does_not_start() -> None:
+    with pytest.raises(SandboxLost, match="no namespaces"):
+        run(lambda sandbox: sandbox.exec("true"), walls="none")
+
+
+def test_the_first_process_refuses_to_serve_where_it_is_not_alone() -> None:
+    with pytest.raises(OSError, match="killing all would kill others"):
+        commands._confine({"walls": "none", "limits": {}}, keeper=1)
 
 
 def test_without_namespaces_the_sandbox_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

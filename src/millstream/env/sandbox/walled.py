@@ -67,8 +67,8 @@ class WalledSandbox:
         if "\0" in command:
             raise ValueError("a command with a NUL character")
         wall_s = self.limits.wall_s if timeout_s is None else timeout_s
-        command = command.encode(errors="surrogateescape").decode(errors="replace")
-        return await self._run({"role": "exec", "command": command, "wall_s": wall_s}, self.limits.output_bytes)
+        order = {"role": "exec", "command": _encodable(command), "wall_s": wall_s}
+        return await self._run(order, self.limits.output_bytes)
 
     async def read(self, path: str) -> bytes:
         return await self._file_action({"role": "read", "path": _checked(path)}, path, most=self.limits.file_bytes)
@@ -91,10 +91,12 @@ class WalledSandbox:
         await self._stack.aclose()
 
     async def _open(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._stack.enter_context(ours)
         walls = self._walls or what_is_contained().walls
+        if walls == "none":
+            raise SandboxLost(f"no sandbox: this machine has no namespaces. To do: {TO_TYPE}")
         try:
+            ours, theirs = socket.socketpair()
+            self._stack.enter_context(ours)
             self._keeper = await self._stack.enter_async_context(
                 _keepers.keeper({"role": "commands"}, [theirs], self.limits, walls)
             )
@@ -102,12 +104,13 @@ class WalledSandbox:
                 ours.setblocking(False)
                 ready = await asyncio.get_running_loop().sock_recv(ours, 1 << 10)
             if not ready:
-                await self._keeper.ended()  # raises why
+                await self._keeper.ended()  # raises why, where it knows
+                raise SandboxBroken("it was killed before it had started")
         except TimeoutError as error:
             raise SandboxLost(f"a sandbox has not started after {START_S:g} s") from error
-        except SandboxBroken as error:
+        except (SandboxBroken, OSError) as error:
             raise SandboxLost(f"no sandbox: {error}") from error
-        self.keeper_id = json.loads(ready)["keeper"] if ready else None
+        self.keeper_id = json.loads(ready)["keeper"]
         self._commands = ours
 
     async def _file_action(self, order: Mapping[str, Any], path: str, *, data: bytes = b"", most: int = 0) -> bytes:
@@ -122,7 +125,10 @@ class WalledSandbox:
         async with self._turn:
             if self._commands is None or self._why_lost:
                 raise SandboxLost(f"the sandbox is gone: {self._why_lost or 'it was not started'}")
-            call = _Call(data, most)
+            try:
+                call = _Call(data, most)
+            except OSError as error:  # no descriptors are left: `ulimit -n`
+                raise SandboxLost(f"a command cannot be started: {error}") from error
             try:
                 call.send(self._commands)
                 return await call.executed(order, data)
@@ -247,7 +253,11 @@ class _Output:
 def _checked(path: str) -> str:
     if not path or "\0" in path:
         raise OSError(errno.EINVAL, "the path is empty, or has a NUL character", path)
-    return path
+    return _encodable(path)
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()  # half of a surrogate pair is no text
 
 
 @functools.cache

@@ -13,9 +13,8 @@ SANDBOX_TOOL_NAMES = ("bash", "edit")
 class ToolConfig(Struct, frozen=True, kw_only=True):
     """One function, or all tools of an MCP server. A string instead of a table is a `function`."""
 
-    function: str = (
-        ""  # `file.py:name` or `package.module:name`: a function with type hints and a docstring; bash, edit
-    )
+    # `file.py:name` or `package.module:name`: a function with type hints and a docstring. Or of the sandbox: bash, edit
+    function: str = ""
     args: dict[str, Any] = {}  # arguments of the function that the model does not give
     command: tuple[str, ...] = ()  # starts an MCP server, which is spoken to over its standard input and output
     url: str = ""  # of an MCP server over HTTP

@@ -39,6 +39,20 @@ def serve_commands(order: dict[str, Any], line: int, report: int, keeper: int) -
     for number, place in zip((LINE, REPORT), places, strict=True):
         os.dup2(place, number, inheritable=False)
     os.closerange(REPORT + 1, 1 << 16)
+    try:
+        _confine(order, keeper)
+    except OSError as error:
+        os.write(REPORT, json.dumps({"how": "broken", "why": str(error)}).encode())
+        return
+    server = _Server(socket.socket(fileno=LINE), order["limits"])
+    server.line.sendall(json.dumps({"keeper": keeper}).encode())
+    if server.serve() == "time":
+        os.write(REPORT, json.dumps({"how": "time"}).encode())
+
+
+def _confine(order: dict[str, Any], keeper: int) -> None:
+    if os.getpid() != 1:
+        raise OSError(errno.ENOSYS, "no namespace of processes: killing all would kill others")
     if not os.path.exists("/proc/self/stat"):
         raise OSError(errno.ENOSYS, "no /proc can be mounted, which is needed to limit memory and processes")
     limits = order["limits"]
@@ -49,10 +63,6 @@ def serve_commands(order: dict[str, Any], line: int, report: int, keeper: int) -
     variables = {"HOME": isolation.SCRATCH, "TMPDIR": isolation.SCRATCH}
     variables["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     os.environ.update(variables)
-    server = _Server(socket.socket(fileno=LINE), limits)
-    server.line.sendall(json.dumps({"keeper": keeper}).encode())
-    if server.serve() == "time":
-        os.write(REPORT, json.dumps({"how": "time"}).encode())
 
 
 class _Server:

@@ -105,7 +105,8 @@ def _start(order: dict[str, Any], given: list[int], report: int, folder: str) ->
     try:
         os.setsid()
         _offer_first()
-        syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the keeper is killed
+        with contextlib.suppress(OSError):
+            syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the keeper may be killed
         if order["walls"] == "none":
             os.chdir(folder)
             if os.geteuid() == 0:
@@ -204,13 +205,16 @@ def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: st
         if ready:
             return "ended"
         began = time.monotonic()
-        if excess := processes.excess(limits) or (order["walls"] == "none" and _too_much(folder, limits, processes)):
+        excess = processes.excess(limits)
+        if not excess and order["walls"] == "none":
+            excess = _disk_excess(folder, limits, processes)
+        if excess:
             return excess
         pause_s = usage.pause_after(began)
     return "time"
 
 
-def _too_much(folder: str, limits: dict[str, Any], processes: usage.Processes) -> str:
+def _disk_excess(folder: str, limits: dict[str, Any], processes: usage.Processes) -> str:
     """Of a folder whose size nothing else limits."""
     num_bytes, num_files = usage.folder_usage(folder, isolation.MAX_FILES)
     num_bytes += processes.num_deleted_bytes(processes.find())
