@@ -205,7 +205,7 @@ def _ports() -> Iterator[MachineCheck]:
 def _sandbox() -> Iterator[MachineCheck]:
     contained = what_is_contained()
     is_whole = all(getattr(contained, name) for name in PROMISES)
-    to_type = "" if is_whole else "allow user namespaces, for the reward python_tests"
+    to_type = "" if is_whole else "allow user namespaces, for the reward python_tests and for sandboxes"
     yield MachineCheck(name="sandbox", level="ok" if is_whole else "warn", found=contained.words(), to_type=to_type)
 
 

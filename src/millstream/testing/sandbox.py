@@ -231,7 +231,7 @@ class SandboxSuite:
         async def program(make: Callable[[], Sandbox]) -> None:
             sandbox, never = make(), make()
             await sandbox.start()
-            await sandbox.close()
+            await asyncio.gather(sandbox.close(), sandbox.close())
             await sandbox.close()
             with pytest.raises(SandboxLost):
                 await sandbox.exec("true")

@@ -61,5 +61,5 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """End it: no process, file or mount of it is left. Raises nothing, and may be called twice."""
+        """End it: no process, file or mount of it is left. Raises nothing, and may be called twice, also at once."""
         ...

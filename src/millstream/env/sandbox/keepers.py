@@ -121,13 +121,15 @@ class Keeper:
 
     def __init__(self, control: socket.socket, wall_s: float) -> None:
         self._control = control
+        self._answer = bytearray()
+        self._listening = asyncio.Lock()
         self.wall_s = wall_s
 
     async def ended(self) -> ProgramEnd:
-        """How it ended, when everything of it is gone."""
+        """How it ended, when everything of it is gone. May be called twice, also at once."""
         try:
-            async with asyncio.timeout(self.wall_s + GRACE_S):
-                answer, _ = await listen(self._control, 1 << 16)
+            async with asyncio.timeout(self.wall_s + GRACE_S), self._listening:
+                answer, _ = await listen(self._control, 1 << 16, self._answer)
         except TimeoutError as error:
             raise SandboxBroken("the keeper of a program does not answer") from error
         if not answer:

@@ -54,6 +54,7 @@ class WalledSandbox:
         self._commands: socket.socket | None = None
         self._why_lost = ""
         self._turn = asyncio.Lock()
+        self._ending = asyncio.Lock()
 
     async def start(self, snapshot: bytes | None = None) -> None:
         is_new = self._commands is None and not self._why_lost
@@ -83,12 +84,13 @@ class WalledSandbox:
 
     async def close(self) -> None:
         self._why_lost = self._why_lost or "it is closed"
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.stop()
-            with suppress(SandboxBroken):  # its keeper was killed, and everything with it
-                await keeper.ended()
-        await self._stack.aclose()
+        async with self._ending:
+            keeper, self._keeper = self._keeper, None
+            if keeper is not None:
+                keeper.stop()
+                with suppress(SandboxBroken, OSError):  # its keeper was killed, and everything with it
+                    await keeper.ended()
+            await self._stack.aclose()
 
     async def _open(self) -> None:
         walls = self._walls or what_is_contained().walls
