@@ -56,7 +56,7 @@ def sandbox_test(
             finally:
                 await sandbox.close()
 
-        del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its arguments
+        del run.__wrapped__  # pytest would ask for its arguments
         return run
 
     return decorate

@@ -27,7 +27,7 @@ class SandboxConfig(Struct, frozen=True, kw_only=True):
     ahead: int = 4  # sandboxes that are started before they are needed
     memory_mb: int = 1024  # of all processes together
     disk_mb: int = 64  # of all files together
-    processes: int = 64
+    processes: int = 64  # at a time
     cpu_s: float = 60.0  # of each process
     lifetime_s: float = 3600.0  # of a sandbox
     output_kb: int = 1024  # of one command, which is stopped past it

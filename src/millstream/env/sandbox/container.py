@@ -21,7 +21,7 @@ from millstream.env.sandbox.base import WORK, Executed, Limits
 from millstream.errors import ConfigError, SandboxLost
 
 OWNER = "millstream.owner"
-CONTAINER_S = 60.0  # for a call of the container engine, beside the command's own time
+CONTAINER_S = 60.0  # for a call of the container engine that runs no command of the model's
 MAX_WORDS = 300  # of a message of the engine
 READ = 'test -d "$1" && exit 21; test -e "$1" || exit 2; test -f "$1" || exit 22; test -r "$1" || exit 13; cat -- "$1"'
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" || exit 13; test -d "$1" && exit 21; cat > "$1" || exit 5'

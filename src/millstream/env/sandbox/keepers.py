@@ -129,7 +129,7 @@ class Keeper:
         """How it ended, when everything of it is gone. May be called twice, also at once."""
         try:
             async with asyncio.timeout(self.wall_s + GRACE_S), self._listening:
-                answer, _ = await listen(self._control, 1 << 16, self._answer)
+                answer, _ = await receive_all(self._control, 1 << 16, self._answer)
         except TimeoutError as error:
             raise SandboxBroken("the keeper of a program does not answer") from error
         if not answer:
@@ -159,7 +159,7 @@ async def feed(target: socket.socket, data: bytes) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-async def listen(source: socket.socket, most: int, data: bytearray | None = None) -> tuple[bytes, bool]:
+async def receive_all(source: socket.socket, most: int, data: bytearray | None = None) -> tuple[bytes, bool]:
     """All that comes until the other end closes, and whether that was all: past the limit it is not read any more. `data` has
     what came so far."""
     source.setblocking(False)

@@ -23,7 +23,7 @@ MAX_SNAPSHOT_BYTES = 256 << 20  # of snapshots that are kept for later rollouts 
 MAX_SHOWN_OUTPUT = 500
 
 
-class Prepared(Struct, frozen=True, kw_only=True):
+class TaskFiles(Struct, frozen=True, kw_only=True):
     """What a task asks for, in its fields `files` and `setup`."""
 
     files: dict[str, str] = {}  # text by path
@@ -110,7 +110,7 @@ class SandboxPool:
         """The files that the setup of all tasks has left; None, if there is none."""
         if not self._config.setup:
             return None
-        return await self._snapshot("", self._prepared(Prepared(setup=self._config.setup), None))
+        return await self._snapshot("", self._prepared(TaskFiles(setup=self._config.setup), None))
 
     async def _snapshot(self, key: str, making: Coroutine[Any, Any, bytes]) -> bytes:
         """Made once; all who ask meanwhile get the same."""
@@ -136,7 +136,7 @@ class SandboxPool:
             total -= size
             del self._snapshots[key]
 
-    async def _prepared(self, wanted: Prepared, base: bytes | None) -> bytes:
+    async def _prepared(self, wanted: TaskFiles, base: bytes | None) -> bytes:
         sandbox = await self._started(base)
         try:
             for path, text in wanted.files.items():
@@ -154,11 +154,11 @@ def _is_made(task: asyncio.Task[bytes]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _wanted(task: Task) -> Prepared | None:
+def _wanted(task: Task) -> TaskFiles | None:
     if "files" not in task.data and "setup" not in task.data:
         return None
     try:
-        return msgspec.convert(task.data, Prepared)
+        return msgspec.convert(task.data, TaskFiles)
     except msgspec.ValidationError as error:
         raise EnvironmentFailed(
             f"task {task.id}: {error}: expected `files`, a table of paths and texts, and `setup`, a shell command"

@@ -31,7 +31,7 @@ from millstream.env.sandbox.keepers import (
     SandboxBroken,
     Walls,
     feed,
-    listen,
+    receive_all,
 )
 
 T = TypeVar("T")
@@ -101,7 +101,8 @@ class ProgramSandbox:
                 feeding = asyncio.create_task(feed(ours_in, stdin.encode(errors="replace")))
                 sources, heard, most = (ours_out, ours_err), (bytearray(), bytearray()), self.limits.output_bytes
                 outputs = [
-                    asyncio.create_task(listen(source, most, data)) for source, data in zip(sources, heard, strict=True)
+                    asyncio.create_task(receive_all(source, most, data))
+                    for source, data in zip(sources, heard, strict=True)
                 ]
                 ending = asyncio.create_task(keeper.ended())
                 try:
@@ -126,9 +127,9 @@ class ProgramSandbox:
                 self._keeper(candidate, (nothing[0], nothing[1], err_theirs, theirs), wall_s) as keeper,
                 self._keeper(examiner, (nothing[2], nothing[3], nothing[4], others, judged), wall_s, grace_s=1.0),
             ):
-                listening = asyncio.create_task(listen(err_ours, self.limits.output_bytes))
+                listening = asyncio.create_task(receive_all(err_ours, self.limits.output_bytes))
                 try:
-                    whole, _ = await listen(ours, len(tests) * VERDICT_BYTES)
+                    whole, _ = await receive_all(ours, len(tests) * VERDICT_BYTES)
                     lines = whole.decode().split("\n")[:-1]  # what has no end of line was cut off
                     verdicts = [str(json.loads(line)["why"]) for line in lines]
                     missing = len(tests) - len(verdicts)

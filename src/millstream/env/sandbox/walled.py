@@ -25,7 +25,7 @@ from millstream.env.sandbox.keepers import (
     SandboxBroken,
     Walls,
     feed,
-    listen,
+    receive_all,
     send_all,
 )
 from millstream.env.sandbox.programs import PROMISES, in_thread, what_is_contained
@@ -85,7 +85,8 @@ class WalledSandbox:
     async def close(self) -> None:
         self._why_lost = self._why_lost or "it is closed"
         async with self._ending:
-            keeper, self._keeper = self._keeper, None
+            keeper = self._keeper
+            self._keeper = None
             if keeper is not None:
                 keeper.stop()
                 with suppress(SandboxBroken, OSError):  # its keeper was killed, and everything with it
@@ -135,13 +136,13 @@ class WalledSandbox:
                 call.send(self._commands)
                 return await call.executed(order, data)
             except SandboxBroken as error:
-                self._why_lost = await self._reason() or str(error)
+                self._why_lost = await self._reason(str(error))
                 raise SandboxLost(f"the sandbox is gone: {self._why_lost}") from error
             finally:
                 call.close()
 
-    async def _reason(self) -> str:
-        """Why it died; empty, if it lives."""
+    async def _reason(self, otherwise: str) -> str:
+        """Why it died, as its keeper says."""
         if self._keeper is None:
             return "it is closed"
         self._keeper.stop()
@@ -149,7 +150,7 @@ class WalledSandbox:
             ended = await self._keeper.ended()
         except SandboxBroken as error:
             return str(error)
-        return f"its lifetime of {self.limits.lifetime_s:g} s is over" if ended.how == "time" else "it was killed"
+        return f"its lifetime of {self.limits.lifetime_s:g} s is over" if ended.how == "time" else otherwise
 
 
 class _Call:
@@ -179,7 +180,7 @@ class _Call:
         """Raises `SandboxBroken` if there is no report."""
         payload = json.dumps(order).encode()
         asked = len(payload).to_bytes(HEADER, "little") + payload
-        reporting = asyncio.create_task(listen(self._line, 1 << 12))
+        reporting = asyncio.create_task(receive_all(self._line, 1 << 12))
         filling = asyncio.create_task(self._output.is_full.wait())
         feeding = [asyncio.create_task(send_all(self._line, asked))]
         if self._source is not None:
