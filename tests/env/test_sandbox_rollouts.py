@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from millstream.config import convert
 from millstream.env.config import EnvironmentConfig
 from millstream.env.games.shell_tasks import ShellTasks
+from millstream.env.registry import Environments
 from millstream.env.resolve import find_environment
 from millstream.env.sandbox.base import Executed, Limits, Sandbox
 from millstream.env.sandbox.config import SandboxConfig
@@ -20,18 +22,19 @@ from millstream.env.sandbox.pool import SandboxPool
 from millstream.env.sandbox.walled import WalledSandbox
 from millstream.env.tools import ToolCall, configured_tools, parser_named
 from millstream.errors import ConfigError, EnvironmentFailed, SandboxLost
+from millstream.pipeline.rollouts import RolloutConfig
+from millstream.run.sft import GoldExamples
 from millstream.types import Task
 from support.talk import HERMES, Scripted, text_with
 from support.tool_talk import calling, hosted, play, results
 
-OWN = f"{__file__}:Memory"
+OWN = f"{__name__}:Memory"
 
 
 class Memory:
     """A driver of the user's: files are a dictionary, and a command is `fail`, or prints itself."""
 
     live: ClassVar[list[Memory]] = []
-    num_started = 0
 
     def __init__(self, limits: Limits, is_broken: bool = False) -> None:
         self._is_broken = is_broken
@@ -41,7 +44,6 @@ class Memory:
         await asyncio.sleep(0)
         if self._is_broken:
             raise SandboxLost("the cloud is down")
-        type(self).num_started += 1
         if self not in self.live:
             self.live.append(self)
         self.files = dict([snapshot.split(b"=")] if snapshot else [])  # type: ignore[arg-type]
@@ -53,6 +55,8 @@ class Memory:
         return Executed(how="ended", code=int(command == "fail"), output=command.encode())
 
     async def read(self, path: str) -> bytes:
+        if path not in self.files:
+            raise FileNotFoundError(2, "No such file", path)
         return self.files[path]
 
     async def write(self, path: str, data: bytes) -> None:
@@ -66,12 +70,18 @@ class Memory:
             self.live.remove(self)
 
 
+class DiesTwice(Memory):
+    num_deaths: ClassVar[int] = 0
+
+    async def exec(self, command: str, *, timeout_s: float | None = None) -> Executed:
+        DiesTwice.num_deaths += 1
+        return await super().exec("die" if DiesTwice.num_deaths <= 2 else command)
+
+
 @pytest.fixture(autouse=True)
 def no_driver_is_left() -> Any:
-    from millstream.imports import load_function
-
     yield
-    assert load_function(OWN).live == []
+    assert Memory.live == []
 
 
 def test_the_model_works_in_a_sandbox_with_bash_and_edit() -> None:
@@ -173,6 +183,21 @@ def test_a_rollout_that_is_cancelled_gives_its_sandbox_back() -> None:
         await one.close()
 
     asyncio.run(program())
+
+
+def test_a_gold_example_whose_sandbox_is_lost_is_played_again() -> None:
+    config = {"use": "shell_tasks", "tools": ["bash"], "sandbox": {"use": f"{__name__}:DiesTwice", "ahead": 0}}
+
+    async def program() -> int:
+        environments = Environments([hosted(config)])
+        settings: Any = SimpleNamespace(rollout=RolloutConfig(max_tokens=64), seed=0)
+        rows = await GoldExamples(environments, text_with(HERMES), settings).rows(
+            Task(id="1", prompt="write owl", answer="owl")
+        )
+        await environments.close()
+        return len(rows)
+
+    assert asyncio.run(program()) == 1 and DiesTwice.num_deaths == 3
 
 
 # ---- the pool --------------------------------------------------------------------------------------------------------------
