@@ -211,7 +211,7 @@ def killed_run(rollouts: int, killed: float) -> tuple[list[Row], bool]:
         subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
         seconds = time.perf_counter() - began
         found = accounted(folder)
-        found["sandboxes killed"] = (folder / "killed").read_text().count("killed")
+        found["killed, with warmup"] = (folder / "killed").read_text().count("killed")
         time.sleep(1.0)  # the zygote ends when it has noticed the end of the run
         files = [path.name for path in (folder / "tmp").iterdir()]
     found["processes left"] = len(sandbox_processes() - before)
@@ -219,7 +219,8 @@ def killed_run(rollouts: int, killed: float) -> tuple[list[Row], bool]:
     found["mounts left"] = int(Path("/proc/mounts").read_text() != mounts)
     for key, value in found.items():
         say(f"{key:26} {json.dumps(value)}")
-    workload = f"{rollouts} rollouts, {found['sandboxes killed']} sandboxes killed, {seconds:.0f} s"
+    num_failed = found["fates"].get("RolloutFailed", 0)
+    workload = f"{rollouts} rollouts, {num_failed} of {found['attempts']} attempts lost their sandbox, {seconds:.0f} s"
     bad = {key: found[key] for key in ("without exactly one fate", "processes left", "files left", "mounts left")}
     bad["audit findings"] = len(found["audit"])
     rows = [
