@@ -115,6 +115,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/bias.py
 	$(BIN)/python bench/many_environments.py
 	$(BIN)/python bench/chaos.py
+	$(BIN)/python bench/sandbox.py
 	$(BIN)/python bench/frozen_lake.py
 	$(BIN)/python bench/slow_reward.py
 

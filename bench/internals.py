@@ -29,7 +29,12 @@ from millstream.env import Context, Environment
 from millstream.env.data import in_order, read
 from millstream.env.games.frozen_lake import FrozenLake
 from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, prepare_rewards
-from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
+from millstream.env.sandbox.base import Limits
+from millstream.env.sandbox.config import SandboxConfig
+from millstream.env.sandbox.keepers import WALLS, SandboxBroken
+from millstream.env.sandbox.pool import SandboxPool
+from millstream.env.sandbox.programs import ProgramSandbox, what_is_contained
+from millstream.env.sandbox.walled import WalledSandbox
 from millstream.events import EventSink, Status
 from millstream.events.bias import BiasReport, bias_report
 from millstream.events.bottleneck import bottleneck_of

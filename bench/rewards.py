@@ -13,7 +13,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from internals import WALLS, CompletionScorer, RewardConfig, Sandbox, SandboxBroken, prepare_rewards, what_is_contained
+from internals import (
+    WALLS,
+    CompletionScorer,
+    ProgramSandbox,
+    RewardConfig,
+    SandboxBroken,
+    prepare_rewards,
+    what_is_contained,
+)
 from millstream.types import Task
 from report import Options, Row, alone, cost, not_measured, publish, say
 
@@ -77,12 +85,12 @@ async def sandboxes(num: int) -> list[Row]:
         except SandboxBroken as error:
             rows.append(not_measured(f"sandbox with walls {walls!r}", str(error)))
             continue
-        box = Sandbox(walls=walls)
+        box = ProgramSandbox(walls=walls)
 
-        async def run(box: Sandbox = box) -> object:
+        async def run(box: ProgramSandbox = box) -> object:
             return await box.run("print(1)")
 
-        async def examine(box: Sandbox = box) -> object:
+        async def examine(box: ProgramSandbox = box) -> object:
             return await box.examine(PROGRAM, TESTS)
 
         works: dict[str, Work] = {"a program": run, "two tests": examine}

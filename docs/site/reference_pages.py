@@ -31,6 +31,7 @@ PROTOCOLS = (
     ("millstream.env.base", "Environment"),
     ("millstream.env.base", "Context"),
     ("millstream.env.base", "Text"),
+    ("millstream.env.sandbox.base", "Sandbox"),
     ("millstream.learner.base", "Learner"),
     ("millstream.learner.base", "Scorer"),
     ("millstream.learner.base", "Follower"),
@@ -43,7 +44,12 @@ PROTOCOLS = (
     ("millstream.clock", "Clock"),
     ("millstream.events.types", "EventSink"),
 )
-SUITES = ("millstream.testing.algorithm", "millstream.testing.engine", "millstream.testing.learner")
+SUITES = (
+    "millstream.testing.algorithm",
+    "millstream.testing.engine",
+    "millstream.testing.learner",
+    "millstream.testing.sandbox",
+)
 MAX_LINE = 100
 
 # ---- source ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ MillstreamError
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
 │   ├── RequestRefused         a request that can never run: an empty prompt, or one beyond the model's context
 │   ├── EnvironmentFailed      the environment raised
+│   │   └── SandboxLost            its sandbox could not be started, or died
 │   ├── RewardFailed           the reward raised, or returned something that is not a finite number
 │   └── RolloutTimeout         the episode ran past its time limit
 ├── LearnerError           the learner broke, or its gradient is not finite
@@ -81,6 +82,9 @@ class RequestRefused(RolloutError): ...
 
 
 class EnvironmentFailed(RolloutError): ...
+
+
+class SandboxLost(EnvironmentFailed): ...
 
 
 class RewardFailed(RolloutError): ...

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from millstream.env.sandbox import sandbox
+from millstream.env.sandbox import programs
 from millstream.env.sandbox.inside.syscalls import landlock_version
-from millstream.env.sandbox.sandbox import (
+from millstream.env.sandbox.programs import (
     PROMISES,
     WALLS,
     Limits,
+    ProgramSandbox,
     Ran,
-    Sandbox,
     SandboxBroken,
     Walls,
     what_is_contained,
@@ -50,11 +50,11 @@ def need(walls: Walls, promise: str) -> None:
 
 
 def run(walls: Walls, program: str, *, stdin: str = "", limits: Limits = LIMITS) -> Ran:
-    return asyncio.run(Sandbox(limits, walls=walls).run(program, stdin=stdin))
+    return asyncio.run(ProgramSandbox(limits, walls=walls).run(program, stdin=stdin))
 
 
 def examine(program: str, *tests: str, walls: Walls | None = None, limits: Limits = LIMITS) -> list[str]:
-    return asyncio.run(Sandbox(limits, walls=walls).examine(program, tests))
+    return asyncio.run(ProgramSandbox(limits, walls=walls).examine(program, tests))
 
 
 def until(is_so: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -134,7 +134,7 @@ def test_a_fork_bomb_in_one_sandbox_does_not_touch_another(walls: Walls) -> None
     )
 
     async def program() -> tuple[Ran, Ran]:
-        box = Sandbox(Limits(wall_s=60.0, processes=16), walls=walls)
+        box = ProgramSandbox(Limits(wall_s=60.0, processes=16), walls=walls)
         bombing = asyncio.create_task(box.run(bomb, wall_s=3.0))
         await asyncio.to_thread(until, lambda: num_named(name) > 1 or bombing.done())
         child = await box.run("import os\npid = os.fork()\nif pid: os.waitpid(pid, 0); print('well')")
@@ -155,7 +155,7 @@ def test_a_fork_bomb_in_one_sandbox_does_not_touch_another(walls: Walls) -> None
 )
 def test_signal_games_hit_nobody_else(walls: Walls, game: str) -> None:
     need(walls, "signals")
-    box = Sandbox(Limits(wall_s=60.0), walls=walls)
+    box = ProgramSandbox(Limits(wall_s=60.0), walls=walls)
     name, waits = named("import ctypes, time\nctypes.CDLL(None).prctl(15, NAME, 0, 0, 0)\ntime.sleep(60)")
 
     async def program() -> tuple[Ran, bool]:
@@ -219,7 +219,7 @@ def test_a_caller_that_gives_up_takes_the_program_with_it(walls: Walls) -> None:
     name, waits = named("import ctypes, time\nctypes.CDLL(None).prctl(15, NAME, 0, 0, 0)\ntime.sleep(20)")
 
     async def program() -> None:
-        box = Sandbox(Limits(wall_s=20.0), walls=walls)
+        box = ProgramSandbox(Limits(wall_s=20.0), walls=walls)
         running = asyncio.create_task(box.run(waits))
         while not num_named(name):
             await asyncio.sleep(0.01)
@@ -237,7 +237,7 @@ def test_the_kernel_kills_a_program_and_its_children_before_anything_else(walls:
     )
 
     async def scores() -> list[int]:
-        running = asyncio.create_task(Sandbox(LIMITS, walls=walls).run(program))
+        running = asyncio.create_task(ProgramSandbox(LIMITS, walls=walls).run(program))
         assert await asyncio.to_thread(until, lambda: len(processes_named(name)) == 2)
         found = [int((process / "oom_score_adj").read_text()) for process in processes_named(name)]
         running.cancel()
@@ -442,11 +442,11 @@ def test_what_is_contained_is_said_in_words() -> None:
 
 def test_a_zygote_that_was_killed_is_replaced() -> None:
     async def program() -> str:
-        box = Sandbox(LIMITS)
+        box = ProgramSandbox(LIMITS)
         await box.run("pass")
-        assert box._zygote is not None
-        box._zygote.process.kill()
-        box._zygote.process.wait()
+        assert box._keepers._zygote is not None
+        box._keepers._zygote.process.kill()
+        box._keepers._zygote.process.wait()
         return (await box.run("print('again')")).output
 
     assert asyncio.run(program()) == "again\n"
@@ -454,11 +454,11 @@ def test_a_zygote_that_was_killed_is_replaced() -> None:
 
 def test_many_at_once_all_come_to_their_end() -> None:
     async def program() -> list[Ran]:
-        box = Sandbox(LIMITS)
+        box = ProgramSandbox(LIMITS)
         return list(await asyncio.gather(*(box.run(f"print({number})") for number in range(40))))
 
     assert [ran.output for ran in asyncio.run(program())] == [f"{number}\n" for number in range(40)]
 
 
 def test_importing_the_sandbox_starts_nothing() -> None:
-    assert sandbox.Sandbox()._zygote is None
+    assert programs.ProgramSandbox()._keepers._zygote is None

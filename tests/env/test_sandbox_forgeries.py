@@ -8,7 +8,7 @@ import functools
 
 import pytest
 
-from millstream.env.sandbox.sandbox import Limits, Sandbox
+from millstream.env.sandbox.programs import Limits, ProgramSandbox
 from support import boxes
 
 # Groups of tests, each with a program that passes all of them.
@@ -364,7 +364,7 @@ def test_a_forgery_fails_every_test(identity: str, walls: str, forgery: str) -> 
 
 
 def examine(program: str, *tests: str) -> list[str]:
-    return asyncio.run(Sandbox(Limits(wall_s=60.0)).examine(program, tests))
+    return asyncio.run(ProgramSandbox(Limits(wall_s=60.0)).examine(program, tests))
 
 
 @pytest.mark.parametrize("group", HONEST)

@@ -50,13 +50,13 @@ def _hidden_at(path: Path) -> Path | None:
 
 
 async def main(jobs: list[dict[str, Any]], at_once: int) -> list[Any]:
-    from millstream.env.sandbox.sandbox import Limits, Sandbox
+    from millstream.env.sandbox.programs import Limits, ProgramSandbox
 
     free = asyncio.Semaphore(at_once)
 
     async def one(job: dict[str, Any]) -> Any:
         async with free:
-            box = Sandbox(Limits(**job["limits"]), walls=job["walls"])
+            box = ProgramSandbox(Limits(**job["limits"]), walls=job["walls"])
             if "tests" in job:
                 return await box.examine(job["program"], job["tests"])
             ran = await box.run(job["program"].replace("PID", str(os.getpid())))

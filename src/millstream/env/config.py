@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from millstream.env.tools.config import AUTO, ToolConfig
+from millstream.env.sandbox.config import SandboxConfig
+from millstream.env.tools.config import AUTO, SANDBOX_TOOL_NAMES, ToolConfig
 from millstream.errors import ConfigError
 
 SINGLE_TURN = "single_turn"
@@ -29,6 +30,9 @@ class EnvironmentConfig(Struct, frozen=True, kw_only=True):
     max_concurrent: int | None = None  # episodes at once; more wait in FIFO order. None: no limit
     # Functions that the model may call while it answers, and MCP servers: see docs/tools.md
     tools: tuple[str | ToolConfig, ...] = ()
+    sandbox: SandboxConfig | None = (
+        None  # one for every rollout, in which the tools bash and edit act: docs/sandboxes.md
+    )
     tool_format: str = AUTO  # how calls are written. auto: as the chat template teaches; else see `env.tools.parse`
     max_tool_rounds: int = 16  # turns with calls before an answer
     step_timeout_s: float = 60.0  # between two turns of the model, and before the first. Rewards have their own limit
@@ -48,6 +52,11 @@ class EnvironmentConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.use} needs no process: its rewards and tools, or its program, have time limits")
         if self.tools and self.use == AGENT:
             raise ValueError("an agent has its own tools: leave tools out")
+        if self.sandbox is not None and (self.process or self.use == AGENT):
+            raise ValueError("a sandbox is for an environment in the driver's process: leave sandbox or process out")
+        names = [one if isinstance(one, str) else one.function for one in self.tools]
+        if self.sandbox is None and (found := [name for name in names if name in SANDBOX_TOOL_NAMES]):
+            raise ValueError(f"the tool {found[0]} needs a sandbox: add sandbox = {{}} (see docs/sandboxes.md)")
 
     @property
     def shown(self) -> str:

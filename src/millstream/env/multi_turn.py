@@ -1,8 +1,9 @@
 """Environments with `reset` and `step`: one instance per episode, turn by turn, until a step is done.
 
 Methods may be plain or coroutine functions. Plain ones are called on a thread, so that a slow one blocks no other, unless the
-class has `is_quick = True`. An attribute `tools` lists functions or methods that the model may call before it acts. An episode
-that runs out of turns, or of the model's context, ends with the reward so far.
+class has `is_quick = True`. An attribute `tools` lists functions or methods that the model may call before it acts. An
+environment with a sandbox finds it in its attribute `sandbox`. An episode that runs out of turns, or of the model's
+context, ends with the reward so far.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class MultiTurn:
 
     async def _play(self, game: Any, context: Context) -> float:
         reward = 0.0
+        if isinstance(context, ToolContext) and context.sandbox is not None:
+            game.sandbox = context.sandbox
         if tools := getattr(game, "tools", ()):
             self._tool_threads = self._tool_threads or DaemonThreads(f"tools of {self._name}", most=MAX_THREADS)
             own = tools_of(tools, self._tool_threads)

@@ -7,8 +7,8 @@ episodes of a kind run at once; waiting for a place counts against no time limit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from millstream.env.base import Content, Context, Environment, EpisodeReward, Text
@@ -17,6 +17,8 @@ from millstream.env.data import DataSet
 from millstream.env.dialog import Conversation
 from millstream.env.isolated import Isolated
 from millstream.env.resolve import EnvironmentKind
+from millstream.env.sandbox.base import Sandbox
+from millstream.env.sandbox.pool import SandboxPool
 from millstream.env.tools import AUTO, ToolContext, configured_tools, parser_named
 from millstream.errors import ConfigError, DataError, EnvironmentFailed
 from millstream.rpc.process import Launcher
@@ -34,7 +36,9 @@ class Hosted:
         self.kind = kind
         self.environment = environment
         self._text = text
-        self._tools = configured_tools(kind.config.tools, launcher) if kind.config.tools else None
+        has_tools = bool(kind.config.tools) or kind.config.sandbox is not None
+        self._tools = configured_tools(kind.config.tools, launcher) if has_tools else None
+        self._sandboxes = None if kind.config.sandbox is None else SandboxPool(kind.config.sandbox)
         is_auto = kind.config.tool_format == AUTO
         self._parse = None if is_auto else parser_named(kind.config.tool_format)
         self._isolated = Isolated(kind.config, launcher) if kind.config.process else None
@@ -46,20 +50,33 @@ class Hosted:
         if self._places is not None:
             await context.waiting(f"a place in {self.kind.name}", self._places.acquire(), is_timed=False)
         try:
-            if self.kind.config.use == SINGLE_TURN:  # its rewards have limits of their own
-                return await environment.rollout(self._spoken(context))
-            return await self._play_in_time(environment, context)
+            async with self._sandbox(context) as sandbox:
+                if self.kind.config.use == SINGLE_TURN:  # its rewards have limits of their own
+                    return await environment.rollout(self._spoken(context, sandbox))
+                return await self._play_in_time(environment, context, sandbox)
         finally:
             if self._places is not None:
                 self._places.release()
 
-    async def _play_in_time(self, environment: Environment, context: Context) -> EpisodeReward:
+    @asynccontextmanager
+    async def _sandbox(self, context: Context) -> AsyncIterator[Sandbox | None]:
+        """One of the rollout's own, closed after it; None, if the environment has none."""
+        if self._sandboxes is None:
+            yield None
+            return
+        sandbox = await context.waiting("a sandbox", self._sandboxes.take(context.task))
+        try:
+            yield sandbox
+        finally:
+            await self._sandboxes.give_back(sandbox)
+
+    async def _play_in_time(self, environment: Environment, context: Context, sandbox: Sandbox | None) -> EpisodeReward:
         config = self.kind.config
         limit = asyncio.timeout(config.step_timeout_s)
         timed = _Timed(context, _StepClock(limit, config.step_timeout_s))
         try:
             async with limit:
-                return await environment.rollout(self._spoken(timed))
+                return await environment.rollout(self._spoken(timed, sandbox))
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -69,16 +86,18 @@ class Hosted:
                 "environment.step_timeout_s sets the limit"
             ) from error
 
-    def _spoken(self, context: Context) -> Context:
-        """With text, and with the tools of the config."""
+    def _spoken(self, context: Context, sandbox: Sandbox | None) -> Context:
+        """With text, and with the tools and the sandbox of the config."""
         config = self.kind.config
         spoken = Conversation(context, self._text, thinking=config.thinking)
         if self._tools is None:
             return spoken
-        return ToolContext(spoken, self._tools, parse=self._parse, max_rounds=config.max_tool_rounds)
+        return ToolContext(spoken, self._tools, parse=self._parse, max_rounds=config.max_tool_rounds, sandbox=sandbox)
 
     async def close(self) -> None:
-        """Close the worker processes and tools, and the environment if it has `close`."""
+        """Close the worker processes, tools and sandboxes, and the environment if it has `close`."""
+        if self._sandboxes is not None:
+            await self._sandboxes.close()
         if self._tools is not None:
             await self._tools.close()
         if self._isolated is not None:

@@ -22,6 +22,7 @@ from millstream.env.base import Environment
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, EnvironmentConfig
 from millstream.env.multi_turn import MultiTurn, is_quick
 from millstream.env.rewards.find import find_reward, meant
+from millstream.env.sandbox.config import sandbox_maker
 from millstream.env.tools import AUTO, configured_tools, parser_named
 from millstream.errors import ConfigError, DataError
 from millstream.types import Task
@@ -32,6 +33,7 @@ BUILT_IN_ENVIRONMENTS = {
     "lookup": "millstream.env.games.lookup:Lookup",
     "openenv": "millstream.env.games.openenv_server:OpenEnv",
     "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
+    "shell_tasks": "millstream.env.games.shell_tasks:ShellTasks",
     "textarena": "millstream.env.games.arena:TextArena",
     "verifiers": "millstream.env.games.verifiers_env:Verifiers",
     "verifiers_classic": "millstream.env.games.verifiers_classic:VerifiersClassic",
@@ -59,6 +61,8 @@ class EnvironmentKind(Struct, frozen=True, kw_only=True, eq=False):
 def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
     """Raises `ConfigError`, which says what was expected and where."""
     configured_tools(config.tools)  # raises
+    if config.sandbox is not None:
+        sandbox_maker(config.sandbox)  # raises
     if config.tool_format != AUTO:
         parser_named(config.tool_format)
     if config.use == AGENT:

@@ -22,7 +22,8 @@ from millstream.env.data import DataSet, PassedData, check_hub_data, read
 from millstream.env.registry import check_tasks, single_turn_tasks
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.rewards import PassedRewards, check_reward, prepare_rewards, swapped_parameters, try_rewards
-from millstream.env.sandbox.sandbox import what_is_contained
+from millstream.env.sandbox.programs import what_is_contained
+from millstream.env.sandbox.walled import check_walls
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer, check_weights
 from millstream.model.lora import check_lora
@@ -72,6 +73,7 @@ def check_config(
     steps: list[Callable[[RunConfig], Iterable[str]]]
     steps = [
         partial(_checked_rewards, reward),
+        _checked_sandboxes,
         _checked_functions,
         _checked_models,
         _checked_engine,
@@ -356,6 +358,11 @@ def _checked_rewards(reward: PassedRewards | None, config: RunConfig) -> Iterato
             yield f"warning: {warning}"
         if one.function == "python_tests":
             yield f"checked: {what_is_contained().words()}"
+
+
+def _checked_sandboxes(config: RunConfig) -> Iterator[str]:
+    if any(one.sandbox is not None and one.sandbox.use == "walls" for one in config.environment):
+        yield f"checked: sandboxes: {check_walls()}"
 
 
 def _checked_room(played: Sequence[PlayedTasks], config: RunConfig) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from millstream.env.sandbox.sandbox import PROMISES, what_is_contained
+from millstream.env.sandbox.programs import PROMISES, what_is_contained
 from millstream.errors import MillstreamError
 from millstream.hub import why_not_on_hub
 from millstream.run.device import available_memory
@@ -205,7 +205,7 @@ def _ports() -> Iterator[MachineCheck]:
 def _sandbox() -> Iterator[MachineCheck]:
     contained = what_is_contained()
     is_whole = all(getattr(contained, name) for name in PROMISES)
-    to_type = "" if is_whole else "allow user namespaces, for the reward python_tests"
+    to_type = "" if is_whole else "allow user namespaces, for the reward python_tests and for sandboxes"
     yield MachineCheck(name="sandbox", level="ok" if is_whole else "warn", found=contained.words(), to_type=to_type)
 
 

@@ -21,6 +21,7 @@ from millstream.clock import Clock
 from millstream.env import Text
 from millstream.env.registry import Environments
 from millstream.env.single_turn import SingleTurn
+from millstream.errors import SandboxLost
 from millstream.events import CheckpointSealed, Event, EventSink, MicroBatchLowered, WarmedUp, WarmupSealed
 from millstream.learner import LearnerConfig, RunLearner, Snapshot
 from millstream.learner.packing import packed
@@ -35,6 +36,8 @@ from millstream.types import Completion, Finish, Metrics, Request, RequestKey, S
 
 MAX_PROBE_TASKS = 256
 """Tasks that one measurement uses, at most."""
+MAX_GOLD_TRIES = 10
+"""Of one example, if its sandbox is lost."""
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------
@@ -76,7 +79,10 @@ class GoldExamples:
             return [gold_row([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))]
         key = RequestKey(group_id=self._next, member=0)
         self._next += 1
-        result = await self._player.play(task, key, self._says(gold))
+        for _ in range(MAX_GOLD_TRIES):
+            result = await self._player.play(task, key, self._says(gold))
+            if not isinstance(result.failure, SandboxLost):  # it says nothing about the task: another sandbox may do
+                break
         if result.failure is not None:
             raise result.failure
         return [gold_row(part.tokens.tolist(), part.loss_mask.tolist()) for part in result.parts]

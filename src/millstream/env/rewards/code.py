@@ -12,7 +12,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from millstream.env.sandbox.sandbox import Contained, Limits, Sandbox, SandboxBroken, what_is_contained
+from millstream.env.sandbox.base import Limits
+from millstream.env.sandbox.keepers import SandboxBroken
+from millstream.env.sandbox.programs import Contained, ProgramSandbox, what_is_contained
 from millstream.errors import ConfigError, RewardFailed
 from millstream.types import Task
 
@@ -67,7 +69,7 @@ class PythonTests:
                 "like this: args = { allow_uncontained = true } (--set reward.0.args.allow_uncontained=true)"
             )
         limits = Limits(cpu_s=program_s + 1, memory_bytes=memory_mb << 20, processes=processes)
-        self._sandbox = Sandbox(limits, walls=contained.walls)
+        self._sandbox = ProgramSandbox(limits, walls=contained.walls)
 
     async def __call__(self, task: Task, completion: str) -> float:
         tests = tests_of(task)

@@ -3,6 +3,7 @@
     schema     a Python function as JSON schema and back: types from its hints, descriptions from its docstring
     parse      the calls in an answer, by format: hermes (Qwen, Hermes), llama3, mistral, json, or a function of the user's
     call       one call, under its time limit: on the event loop, on a thread, or in a worker process (`worker`: its side)
+    sandboxed  tools that act in the rollout's sandbox: bash, edit
     servers    tools of MCP servers
     toolset    all of these by name, and the answer to each call
     context    a `Context` whose `ask` runs the calls until the model answers without one

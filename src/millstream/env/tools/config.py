@@ -7,12 +7,14 @@ from typing import Any
 from msgspec import Struct
 
 AUTO = "auto"
+SANDBOX_TOOL_NAMES = ("bash", "edit")
 
 
 class ToolConfig(Struct, frozen=True, kw_only=True):
     """One function, or all tools of an MCP server. A string instead of a table is a `function`."""
 
-    function: str = ""  # `file.py:name` or `package.module:name`: a function with type hints and a docstring
+    # `file.py:name` or `package.module:name`: a function with type hints and a docstring. Or of the sandbox: bash, edit
+    function: str = ""
     args: dict[str, Any] = {}  # arguments of the function that the model does not give
     command: tuple[str, ...] = ()  # starts an MCP server, which is spoken to over its standard input and output
     url: str = ""  # of an MCP server over HTTP
@@ -28,6 +30,8 @@ class ToolConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("timeout_s and max_characters must be above 0")
         if self.workers is not None and self.workers < 1:
             raise ValueError("workers must be at least 1")
+        if self.function in SANDBOX_TOOL_NAMES and (self.process or self.args):
+            raise ValueError(f"{self.function} runs in the sandbox: it takes neither process nor args")
         if not self.function and (self.process or self.args):
             raise ValueError(
                 "process and args are of a function: an MCP server is a process, and has its own arguments"

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from millstream.env.base import Content, Context, Text
+from millstream.env.sandbox.base import Sandbox
 from millstream.env.tools.parse import AssistantTurn, InvalidCall, Parser, ToolCall, parser_named
 from millstream.env.tools.toolset import ToolSet
 from millstream.errors import EnvironmentFailed, RequestRefused
@@ -23,11 +24,18 @@ class ToolContext:
     `ask` may have; the calls of the turn after these are not made."""
 
     def __init__(
-        self, context: Context, tools: ToolSet, *, parse: Parser | None = None, max_rounds: int = MAX_ROUNDS
+        self,
+        context: Context,
+        tools: ToolSet,
+        *,
+        parse: Parser | None = None,
+        max_rounds: int = MAX_ROUNDS,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self.task = context.task
         self.seed = context.seed
         self.calls: list[tuple[ToolCall | InvalidCall, str]] = []  # of the episode, with what the model saw
+        self.sandbox = sandbox  # of the rollout. None: the environment has none
         self._context = context
         self._tools = tools
         self._parse = parse or parser_named(context.text.tool_format)
@@ -44,6 +52,8 @@ class ToolContext:
 
     async def ask(self, content: Content, *, is_raw: bool = False) -> str:
         await self._tools.open()
+        if not self._tools.schemas:
+            return await self._context.ask(content, is_raw=is_raw)
         turn = self._parsed(await self._context.ask(self._with_schemas(content), is_raw=True))
         self._has_schemas = True
         for _ in range(self._max_rounds):
@@ -74,7 +84,9 @@ class ToolContext:
 
     async def _answered(self, call: ToolCall | InvalidCall) -> Message:
         name = call.name if isinstance(call, ToolCall) else ""
-        result = await self._context.waiting(f"the tool {name}" if name else "a tool", self._tools.run(call))
+        result = await self._context.waiting(
+            f"the tool {name}" if name else "a tool", self._tools.run(call, self.sandbox)
+        )
         self.calls.append((call, result))
         # Mistral's templates want nine letters or digits
         fields = {"tool_call_id": f"call{len(self.calls):05d}", **({"name": name} if name else {})}
@@ -92,7 +104,10 @@ class ToolContext:
     def adding(self, tools: ToolSet) -> ToolContext:
         """The same conversation with more tools."""
         both = self._tools.joined(tools)
-        return ToolContext(self._context, both, parse=self._parse, max_rounds=self._max_rounds)
+        return self._like(self._context, both)
 
     def part(self, agent: int = 0) -> ToolContext:
-        return ToolContext(self._context.part(agent), self._tools, parse=self._parse, max_rounds=self._max_rounds)
+        return self._like(self._context.part(agent), self._tools)
+
+    def _like(self, context: Context, tools: ToolSet) -> ToolContext:
+        return ToolContext(context, tools, parse=self._parse, max_rounds=self._max_rounds, sandbox=self.sandbox)

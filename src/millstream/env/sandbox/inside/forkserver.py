@@ -3,7 +3,7 @@
     the run's process ── socket ── zygote              holds nothing: no variables, no files, no code but this folder's
                                      └─ keeper         one a program: time limit, and the end of everything
                                           └─ init      the first process of a namespace: when it dies, the kernel kills the rest
-                                               └─ the program
+                                               └─ the program, or one command after the other (`commands`)
 
 A keeper gets its orders over a socket of its own. When that socket closes (the caller has lost interest, or is dead), or the
 time is over, or the program has ended or uses more than it may (`usage`), everything that it started is killed. Where memory is
@@ -26,7 +26,7 @@ import tempfile
 import time
 from typing import Any
 
-from . import candidate, examiner, isolation, syscalls, usage
+from . import candidate, commands, examiner, isolation, syscalls, usage
 
 # What programs import most: there already.
 WARM = (
@@ -35,10 +35,7 @@ WARM = (
 )
 
 HEADER = 4
-WATCH_S = 0.05  # between two looks at what a program uses
-WATCH_SHARE = 0.1  # of one core at most, for looking
 FIRST_VICTIM = "1000"  # of the kernel, when memory is short
-NUM_OURS = 1  # the init
 ERROR = 2
 FIRST_FREE = 16
 
@@ -103,18 +100,23 @@ def _start(order: dict[str, Any], given: list[int], report: int, folder: str) ->
     isolation.divide(order["walls"])
     child = os.fork()
     if child:
-        _hide()
+        syscalls.hide()
         return child
     try:
         os.setsid()
         _offer_first()
+        with contextlib.suppress(OSError):
+            syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the keeper may be killed
         if order["walls"] == "none":
             os.chdir(folder)
             if os.geteuid() == 0:
                 os.chmod(folder, 0o777)
         else:
             isolation.furnish(order["limits"]["scratch_bytes"])
-        _init(order, given, report, keeper, folder)
+        if order["role"] == "commands":
+            commands.serve_commands(order, given[0], report, keeper)
+        else:
+            _init(order, given, report, keeper, folder)
     except BaseException as error:  # a child that is about to end: the reason is all that can be saved
         os.write(report, json.dumps({"how": "broken", "why": f"{type(error).__name__}: {error}"}).encode())
     finally:
@@ -131,7 +133,7 @@ def _init(order: dict[str, Any], given: list[int], report: int, keeper: int, fol
     if order["walls"] != "none":
         with contextlib.suppress(OSError):
             syscalls.drop_capabilities()
-    _hide()
+    syscalls.hide()
     while True:
         ended, status = os.wait()
         if ended == program:
@@ -149,9 +151,10 @@ def _become(order: dict[str, Any], given: list[int], keeper: int, folder: str) -
         for place, descriptor in enumerate(places):
             os.dup2(descriptor, place, inheritable=place <= ERROR)
         os.closerange(len(places), 1 << 16)
+        isolation.limit_cpu(order["limits"]["cpu_s"])
         isolation.confine(order["walls"], order["limits"], keeper, folder)
         if order["role"] == "examiner":
-            _hide()
+            syscalls.hide()
         os.environ["HOME"] = os.environ["TMPDIR"] = folder
         tempfile.tempdir = None
         code = _play(order)
@@ -177,12 +180,6 @@ def _play(order: dict[str, Any]) -> int:
             return examiner.examine_candidate(order["tests"])
 
 
-def _hide() -> None:
-    """No program of the same user can look into this process, which may know the tests, or change it."""
-    with contextlib.suppress(OSError):
-        syscalls.control(syscalls.PR_SET_DUMPABLE, 0)
-
-
 def _offer_first() -> None:
     """Before anything else on this machine, the kernel kills this process and its children when memory is short."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -192,12 +189,15 @@ def _offer_first() -> None:
 def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: str, processes: usage.Processes) -> str:
     """Until it ends, its time is over, it uses more than it may, or the client has disconnected."""
     limits = order["limits"]
+    if order["role"] == "commands":  # its first process watches them
+        select.select([control.fileno(), os.pidfd_open(child)], [], [])
+        return "stopped"
     deadline = time.monotonic() + limits["wall_s"]
     poll = select.poll()
     handle = os.pidfd_open(child)
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLIN)
-    pause_s = WATCH_S
+    pause_s = usage.WATCH_S
     while (left_s := deadline - time.monotonic()) > 0:
         ready = poll.poll(1000 * min(left_s, pause_s))
         if any(descriptor == control.fileno() for descriptor, _ in ready):
@@ -205,24 +205,20 @@ def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: st
         if ready:
             return "ended"
         began = time.monotonic()
-        if excess := _excess(limits, processes, folder if order["walls"] == "none" else None):
+        excess = processes.excess(limits)
+        if not excess and order["walls"] == "none":
+            excess = _disk_excess(folder, limits, processes)
+        if excess:
             return excess
-        pause_s = max(WATCH_S, (time.monotonic() - began) / WATCH_SHARE)
+        pause_s = usage.pause_after(began)
     return "time"
 
 
-def _excess(limits: dict[str, Any], processes: usage.Processes, folder: str | None) -> str:
-    """Of what the program uses more than it may. `folder`: one whose size nothing else limits."""
-    found = processes.find()
-    if len(found) > limits["processes"] + NUM_OURS:
-        return "processes"
-    if processes.num_bytes(found, limits["memory_bytes"]) > limits["memory_bytes"]:
-        return "memory"
-    if folder is not None:
-        num_bytes, num_files = usage.folder_usage(folder, isolation.MAX_FILES)
-        if num_files > isolation.MAX_FILES or num_bytes + processes.num_deleted_bytes(found) > limits["scratch_bytes"]:
-            return "disk"
-    return ""
+def _disk_excess(folder: str, limits: dict[str, Any], processes: usage.Processes) -> str:
+    """Of a folder whose size nothing else limits."""
+    num_bytes, num_files = usage.folder_usage(folder, isolation.MAX_FILES)
+    num_bytes += processes.num_deleted_bytes(processes.find())
+    return "disk" if num_files > isolation.MAX_FILES or num_bytes > limits["scratch_bytes"] else ""
 
 
 def _end(child: int, processes: usage.Processes, *, has_namespace: bool) -> None:

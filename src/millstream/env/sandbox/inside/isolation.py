@@ -55,17 +55,20 @@ def divide(walls: str) -> None:
 def furnish(scratch_bytes: int) -> None:
     """A root of our own, in memory and read-only: Python and the system's libraries, a few devices, the processes of this
     namespace, and a scratch folder of bounded size. Everything goes with the namespace."""
+    paths = readable()  # links are followed in the old root
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     syscalls.mount("tmpfs", "/tmp", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=4m,mode=755")
     os.mkdir("/tmp" + OLD)
     syscalls.pivot_root("/tmp", "/tmp" + OLD)
     os.chdir("/")
-    for path in readable():
+    for path in paths:
         _bring(path)
     os.makedirs("/dev")
     for name in DEVICES:
         _bring(f"/dev/{name}")
     os.symlink("/proc/self/fd", "/dev/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
     os.symlink(SCRATCH, "/dev/shm")
     os.mkdir("/proc")
     with contextlib.suppress(OSError):  # where it is refused (in some containers), there is none
@@ -74,7 +77,7 @@ def furnish(scratch_bytes: int) -> None:
     os.mkdir(SCRATCH)
     if not os.path.lexists("/tmp"):  # Python itself may be installed below it
         os.symlink(SCRATCH, "/tmp")
-    options = f"size={scratch_bytes},nr_inodes={MAX_FILES},mode=777"
+    options = f"size={scratch_bytes},nr_inodes={max(MAX_FILES, scratch_bytes >> 13)},mode=777"
     syscalls.unmount(OLD)
     os.rmdir(OLD)
     syscalls.mount("tmpfs", SCRATCH, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
@@ -143,17 +146,22 @@ def _limit(limits: dict[str, Any], *, num_others: int) -> None:
     for name, value in _resources({**limits, "processes": limits["processes"] + num_others}):
         number = getattr(resource, name, None)
         if number is not None:
-            hard = resource.getrlimit(number)[1]
-            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            then = (
-                most + 1 if name == "RLIMIT_CPU" and most != hard else most
-            )  # a signal that tells, then one that kills
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(number, (most, then))
+            _set_limit(number, value)
+
+
+def limit_cpu(seconds: float) -> None:
+    """Of each process from here on: a signal that tells, and a second later one that kills."""
+    _set_limit(resource.RLIMIT_CPU, max(1, round(seconds)), then=1)
+
+
+def _set_limit(number: int, value: int, *, then: int = 0) -> None:
+    hard = resource.getrlimit(number)[1]
+    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(number, (most, most + then if most != hard else most))
 
 
 def _resources(limits: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    yield "RLIMIT_CPU", max(1, round(limits["cpu_s"]))
     yield "RLIMIT_AS", limits["memory_bytes"]
     yield "RLIMIT_FSIZE", limits["file_bytes"]
     yield "RLIMIT_NPROC", limits["processes"]

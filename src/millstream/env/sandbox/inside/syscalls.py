@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -14,7 +15,8 @@ MNT_DETACH = 2
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 AT_RECURSIVE, AT_FDCWD = 0x8000, -100
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 LAST_CAPABILITY = 63
 EPERM, ENOSYS = 1, 38
 
@@ -164,6 +166,12 @@ def drop_capabilities() -> None:
             break
     header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     _call("capset", header, nothing)
+
+
+def hide() -> None:
+    """No program of the same user can look into this process, which may know the tests, or change it."""
+    with contextlib.suppress(OSError):
+        control(PR_SET_DUMPABLE, 0)
 
 
 # ---- Landlock --------------------------------------------------------------------------------------------------------------

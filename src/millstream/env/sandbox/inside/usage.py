@@ -7,8 +7,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+WATCH_S = 0.05  # between two looks at what a program uses
+WATCH_SHARE = 0.1  # of one core at most, for looking
+NUM_OURS = 1  # the init
 PAGE = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 
@@ -26,6 +31,13 @@ class Processes:
             self._look_for_own()
         names = [int(name) for name in os.listdir(self._proc) if name.isdecimal()]
         return names if self._is_own else self._below(names)
+
+    def excess(self, limits: Mapping[str, Any]) -> str:
+        """Of what the program uses more than it may; empty, if of nothing."""
+        found = self.find()
+        if len(found) > limits["processes"] + NUM_OURS:
+            return "processes"
+        return "memory" if self.num_bytes(found, limits["memory_bytes"]) > limits["memory_bytes"] else ""
 
     def num_bytes(self, processes: list[int], limit: int) -> int:
         """Resident memory. Shared pages count once if the plain sum, which counts them for each process, is above the limit."""
@@ -86,6 +98,11 @@ class Processes:
             os.close(file)
 
 
+def pause_after(began: float) -> float:
+    """Until the next look, after one that `began` then."""
+    return max(WATCH_S, (time.monotonic() - began) / WATCH_SHARE)
+
+
 def folder_usage(folder: str, most_files: int) -> tuple[int, int]:
     """Bytes and files below a folder; not all, if there are more than `most_files`."""
     total = number = 0
@@ -112,6 +129,12 @@ def remove_folder(folder: str) -> None:
     """Everything below it, and the folder itself, however deep it is and whatever rights its folders have. Nothing of the
     program runs any more."""
     os.chmod(folder, 0o700)
+    empty_folder(folder)
+    os.rmdir(folder)
+
+
+def empty_folder(folder: str) -> None:
+    """Everything below it."""
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         while names := os.listdir(place):
@@ -122,7 +145,6 @@ def remove_folder(folder: str) -> None:
                     os.unlink(name, dir_fd=place)
     finally:
         os.close(place)
-    os.rmdir(folder)
 
 
 def _remove_one(name: str, place: int) -> None:

@@ -13,55 +13,31 @@ import functools
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
-import weakref
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from millstream.errors import MillstreamError
-
-Walls = Literal["root", "user", "none"]
-WALLS: tuple[Walls, ...] = ("root", "user", "none")
-EXCESS = {"memory": "memory in all its processes", "disk": "files", "processes": "processes"}
-HEADER = 4
-VERDICT_BYTES = 4096
-GRACE_S = 30.0  # past the time limit, after which the keeper is taken for dead
-LAST_WORDS_S = 5.0
-BOOT = (
-    "import sys, socket; sys.path.insert(0, sys.argv[1]); from inside import forkserver; del sys.path[0]; "
-    "forkserver.serve_forks(socket.socket(fileno=int(sys.argv[2])))"
+from millstream.env.sandbox.base import Limits
+from millstream.env.sandbox.keepers import (
+    WALLS,
+    Keeper,
+    Keepers,
+    ProgramEnd,
+    SandboxBroken,
+    Walls,
+    feed,
+    receive_all,
 )
-# All that a program finds in its environment, with HOME and TMPDIR.
-VARIABLES = {
-    "PATH": "/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
-    "PYTHONUTF8": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
-
-class SandboxBroken(MillstreamError):
-    """The sandbox itself has failed, and not the program in it."""
-
-
-class Limits(Struct, frozen=True, kw_only=True):
-    wall_s: float = 10.0
-    cpu_s: float = 10.0  # of each process
-    memory_bytes: int = 1 << 30  # of all processes together; and addresses of each
-    scratch_bytes: int = 32 << 20  # all files together
-    file_bytes: int = 16 << 20  # one file
-    processes: int = 32
-    open_files: int = 64
-    output_bytes: int = 1 << 20  # what it prints; past that it is stopped
+T = TypeVar("T")
+EXCESS = {"memory": "memory in all its processes", "disk": "files", "processes": "processes"}
+VERDICT_BYTES = 4096
+LAST_WORDS_S = 5.0
 
 
 class Ran(Struct, frozen=True, kw_only=True):
@@ -102,13 +78,13 @@ class Contained(Struct, frozen=True, kw_only=True):
 PROMISES = ("network", "writes", "reads", "environment", "signals", "processes", "survivors")
 
 
-class Sandbox:
+class ProgramSandbox:
     """As many programs at a time as you like; each in processes of its own, forked from one that has Python started already."""
 
     def __init__(self, limits: Limits | None = None, *, walls: Walls | None = None) -> None:
         self.limits = limits or Limits()
         self._walls = walls
-        self._zygote: _Zygote | None = None
+        self._keepers = Keepers()
 
     @property
     def walls(self) -> Walls:
@@ -122,10 +98,10 @@ class Sandbox:
         order = {"role": "program", "program": program}
         with ours_in, ours_out, ours_err:
             async with self._keeper(order, (their_in, their_out, their_err), wall_s) as keeper:
-                feeding = asyncio.create_task(_feed(ours_in, stdin.encode(errors="replace")))
+                feeding = asyncio.create_task(feed(ours_in, stdin.encode(errors="replace")))
                 sources, heard, most = (ours_out, ours_err), (bytearray(), bytearray()), self.limits.output_bytes
                 outputs = [
-                    asyncio.create_task(_listen(source, most, data))
+                    asyncio.create_task(receive_all(source, most, data))
                     for source, data in zip(sources, heard, strict=True)
                 ]
                 ending = asyncio.create_task(keeper.ended())
@@ -151,9 +127,9 @@ class Sandbox:
                 self._keeper(candidate, (nothing[0], nothing[1], err_theirs, theirs), wall_s) as keeper,
                 self._keeper(examiner, (nothing[2], nothing[3], nothing[4], others, judged), wall_s, grace_s=1.0),
             ):
-                listening = asyncio.create_task(_listen(err_ours, self.limits.output_bytes))
+                listening = asyncio.create_task(receive_all(err_ours, self.limits.output_bytes))
                 try:
-                    whole, _ = await _listen(ours, len(tests) * VERDICT_BYTES)
+                    whole, _ = await receive_all(ours, len(tests) * VERDICT_BYTES)
                     lines = whole.decode().split("\n")[:-1]  # what has no end of line was cut off
                     verdicts = [str(json.loads(line)["why"]) for line in lines]
                     missing = len(tests) - len(verdicts)
@@ -166,126 +142,23 @@ class Sandbox:
                     listening.cancel()
                     await asyncio.gather(listening, return_exceptions=True)
 
-    @asynccontextmanager
-    async def _keeper(
+    def _keeper(
         self,
         order: dict[str, Any],
         descriptors: Sequence[socket.socket | int],
         wall_s: float | None,
         grace_s: float = 0.0,
-    ) -> AsyncIterator[_Keeper]:
-        """One process tree. It is gone when this is left."""
-        limits = msgspec.to_builtins(self.limits)
-        limits["wall_s"] = (self.limits.wall_s if wall_s is None else wall_s) + grace_s
-        given = [one if isinstance(one, int) else one.detach() for one in descriptors]
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with ours:
-            try:
-                with theirs:
-                    self._send([theirs.fileno(), *given])
-            finally:
-                for descriptor in given:
-                    os.close(descriptor)
-            payload = json.dumps({**order, "walls": self.walls, "limits": limits}).encode()
-            loop = asyncio.get_running_loop()
-            with suppress(BrokenPipeError, ConnectionResetError):  # shows as a missing answer
-                await loop.sock_sendall(ours, len(payload).to_bytes(HEADER, "little") + payload)
-            yield _Keeper(ours, limits["wall_s"])
-
-    def _send(self, descriptors: Sequence[int]) -> None:
-        for _ in range(2):  # a zygote that was killed is started again, once
-            if self._zygote is None:
-                self._zygote = _Zygote()
-            try:
-                socket.send_fds(self._zygote.line, [b"."], list(descriptors))
-                return
-            except OSError:
-                self._zygote = None
-        raise SandboxBroken("the sandbox's first process dies as soon as it is started")
-
-
-class _Zygote:
-    """See `env.sandbox.inside.forkserver`. It ends when we do, or let go of it."""
-
-    def __init__(self) -> None:
-        self.line, theirs = socket.socketpair()
-        folder = str(Path(__file__).parent)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-c", BOOT, folder, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=VARIABLES,
-                cwd="/",
-                start_new_session=True,
-            )
-        weakref.finalize(self, _let_go, self.line, self.process)
-
-
-def _let_go(line: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    line.close()
-    with suppress(RuntimeError):  # the interpreter ends, and with it everything
-        threading.Thread(target=process.wait, name="sandbox reaper", daemon=True).start()
-
-
-class _Ended(Struct, frozen=True, kw_only=True):
-    how: Literal["ended", "time", "memory", "disk", "processes", "stopped", "broken"]
-    code: int | None = None
-    why: str = ""
-
-
-class _Keeper:
-    def __init__(self, control: socket.socket, wall_s: float) -> None:
-        self._control = control
-        self.wall_s = wall_s
-
-    async def ended(self) -> _Ended:
-        """How it ended, when everything of it is gone."""
-        try:
-            async with asyncio.timeout(self.wall_s + GRACE_S):
-                answer, _ = await _listen(self._control, 1 << 16)
-        except TimeoutError as error:
-            raise SandboxBroken("the keeper of a program does not answer") from error
-        if not answer:
-            raise SandboxBroken("the keeper of a program was killed")
-        ended = msgspec.json.decode(answer, type=_Ended)
-        if ended.how == "broken":
-            raise SandboxBroken(f"the sandbox cannot be set up: {ended.why}")
-        return ended
+    ) -> AbstractAsyncContextManager[Keeper]:
+        limit_s = (self.limits.wall_s if wall_s is None else wall_s) + grace_s
+        return self._keepers.keeper(order, descriptors, structs.replace(self.limits, wall_s=limit_s), self.walls)
 
 
 def _pairs(number: int) -> list[tuple[socket.socket, socket.socket]]:
     return [socket.socketpair() for _ in range(number)]
 
 
-async def _feed(target: socket.socket, data: bytes) -> None:
-    target.setblocking(False)
-    with suppress(OSError):  # it need not read
-        await asyncio.get_running_loop().sock_sendall(target, data)
-        target.shutdown(socket.SHUT_WR)
-
-
-async def _listen(source: socket.socket, most: int, data: bytearray | None = None) -> tuple[bytes, bool]:
-    """All that comes until the other end closes, and whether that was all: past the limit it is not read any more. `data` has
-    what came so far."""
-    source.setblocking(False)
-    loop, data = asyncio.get_running_loop(), bytearray() if data is None else data
-    while len(data) <= most:
-        try:
-            piece = await loop.sock_recv(source, 1 << 16)
-        except ConnectionResetError:  # it has died with something unread
-            piece = b""
-        if not piece:
-            return bytes(data), True
-        data += piece
-    return bytes(data[:most]), False
-
-
 async def _first_of(
-    ending: asyncio.Task[_Ended], outputs: Sequence[asyncio.Task[tuple[bytes, bool]]]
+    ending: asyncio.Task[ProgramEnd], outputs: Sequence[asyncio.Task[tuple[bytes, bool]]]
 ) -> tuple[Any, int | None]:
     """How a run ended: by itself, or because it has printed too much."""
     waiting: set[asyncio.Task[Any]] = {ending, *outputs}
@@ -304,7 +177,7 @@ def _text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-async def _why(keeper: _Keeper, errors: asyncio.Task[tuple[bytes, bool]]) -> str:
+async def _why(keeper: Keeper, errors: asyncio.Task[tuple[bytes, bool]]) -> str:
     """Why the program did not answer to the end."""
     ended = await keeper.ended()
     if ended.how == "time":
@@ -375,29 +248,29 @@ def _tried(walls: Walls | None) -> Contained:
     problems = []
     for one in asked:
         try:
-            return _in_thread(one)
+            return in_thread(functools.partial(_try, one))
         except SandboxBroken as error:
             problems.append(f"{one}: {error}")
     raise SandboxBroken("; ".join(problems))
 
 
-def _in_thread(walls: Walls) -> Contained:
-    """On an event loop of its own, whether or not one runs here."""
-    result: list[Contained | BaseException] = []
+def in_thread(program: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run it on an event loop of its own, whether or not one runs here."""
+    result: list[T] = []
+    failure: list[BaseException] = []
 
     def work() -> None:
         try:
-            result.append(asyncio.run(_try(walls)))
-        except BaseException as error:  # handed to the caller
-            result.append(error)
+            result.append(asyncio.run(program()))
+        except BaseException as error:  # raised by the caller
+            failure.append(error)
 
     thread = threading.Thread(target=work, name="sandbox probe")
     thread.start()
     thread.join()
-    (answer,) = result
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+    if failure:
+        raise failure[0]
+    return result[0]
 
 
 async def _try(walls: Walls) -> Contained:
@@ -408,7 +281,7 @@ async def _try(walls: Walls) -> Contained:
     ):
         _lay_out(Path(name))
         asked = {"port": server.getsockname()[1], "folder": name, "process": os.getpid(), "processes": limits.processes}
-        ran = await Sandbox(limits, walls=walls).run(PROBE, stdin=json.dumps(asked))
+        ran = await ProgramSandbox(limits, walls=walls).run(PROBE, stdin=json.dumps(asked))
     try:
         first, *rest = ran.output.splitlines()
         processes = ran.how == "processes" or json.loads(rest[0])
