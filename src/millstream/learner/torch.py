@@ -49,6 +49,7 @@ class TorchLearner:
         own = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
         self.rank = Rank(*own, config, objective, num_steps=num_steps, is_fixed=is_fixed)
         self._guard = FiniteGuard(config.max_skipped_steps)
+        self._pass_tokens = config.pass_tokens
         self._thread = DaemonThreads("learner", most=1, within=self._working)
         self._stream = training_stream(model.device, gpu_share) if model.device.type == "cuda" else None
         if self._stream is not None:  # the model may still be in another stream
