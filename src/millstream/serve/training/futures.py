@@ -1,0 +1,96 @@
+"""Results that clients come back for: a request is answered at once with an id, and its result is retrieved by that id.
+
+Guarantees: an id has one result, which does not change; the same request sent twice has one id. A result is kept until it was
+retrieved, and the last `MAX_KEPT` of a key after that, for a client whose connection broke while it received one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, defaultdict
+
+from msgspec import Struct
+
+from millstream.serve.http import HttpError
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+MAX_KEPT = 256
+
+
+class Result(Struct, frozen=True):
+    media_type: str
+    body: bytes
+
+
+class _Promise:
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+
+class Futures:
+    """`max_open`: results of one key that are not retrieved yet, or not even there."""
+
+    def __init__(self, *, max_open: int) -> None:
+        self._max_open = max_open
+        self._promises: dict[str, _Promise] = {}
+        self._num_open: defaultdict[str, int] = defaultdict(int)
+        self._retrieved: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._promises
+
+    def check_room(self, owner: str) -> None:
+        """Raises `HttpError` with 429: the client tries again."""
+        if self._num_open[owner] >= self._max_open:
+            raise HttpError(429, f"{self._max_open} results wait to be retrieved, which is the limit: try again")
+
+    def add(self, request_id: str, owner: str) -> None:
+        """Once for every id."""
+        self._promises[request_id] = _Promise(owner)
+        self._num_open[owner] += 1
+
+    def resolve(self, request_id: str, result: Result) -> None:
+        """Of an id that was dropped meanwhile: nothing happens."""
+        promise = self._promises.get(request_id)
+        if promise is not None and not promise.result.done():
+            promise.result.set_result(result)
+
+    def unretrieved(self, prefix: str) -> dict[str, Result]:
+        """The results with ids of this prefix that no client has come for."""
+        return {
+            request_id: promise.result.result()
+            for request_id, promise in self._promises.items()
+            if request_id.startswith(prefix)
+            and promise.result.done()
+            and request_id not in self._retrieved[promise.owner]
+        }
+
+    async def wait(self, request_id: str, owner: str, *, wait_s: float) -> Result | None:
+        """None: it is not there yet. Raises `HttpError` with 404 for an id that this key does not have."""
+        promise = self._promises.get(request_id)
+        if promise is None or promise.owner != owner:
+            raise HttpError(404, f"no request {request_id!r}, or its result was retrieved long ago")
+        done, _ = await asyncio.wait({promise.result}, timeout=wait_s)
+        return promise.result.result() if done else None
+
+    def mark_retrieved(self, request_id: str) -> None:
+        """After the response was sent."""
+        promise = self._promises.get(request_id)
+        if promise is None:
+            return
+        kept = self._retrieved[promise.owner]
+        if request_id not in kept:
+            self._num_open[promise.owner] -= 1
+        kept[request_id] = None
+        while len(kept) > MAX_KEPT:
+            oldest, _ = kept.popitem(last=False)
+            del self._promises[oldest]
+
+    def drop(self, prefix: str) -> None:
+        """All ids of this prefix: nothing will come for them."""
+        for request_id in [one for one in self._promises if one.startswith(prefix)]:
+            promise = self._promises.pop(request_id)
+            if self._retrieved[promise.owner].pop(request_id, self) is self:
+                self._num_open[promise.owner] -= 1
