@@ -1,12 +1,15 @@
 """Results that clients come back for: a request is answered at once with an id, and its result is retrieved by that id.
 
 Guarantees: an id has one result, which does not change; the same request sent twice has one id. A result is kept until it was
-retrieved, and the last `MAX_KEPT` of a key after that, for a client whose connection broke while it received one.
+retrieved, and the last `MAX_KEPT` of a key after that, for a client whose connection broke while it received one. Where a key
+has too many, results that no client has come for in `ABANDONED_S` are dropped: their client is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import OrderedDict, defaultdict
 
 from msgspec import Struct
@@ -16,6 +19,8 @@ from millstream.serve.http import HttpError
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 MAX_KEPT = 256
+NUM_UNSURE = 8  # retrieved results that a snapshot has
+ABANDONED_S = 600.0
 
 
 class Result(Struct, frozen=True):
@@ -27,6 +32,7 @@ class _Promise:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.resolved_at = math.inf
 
 
 class Futures:
@@ -41,8 +47,14 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._promises
 
+    def is_done(self, request_id: str) -> bool:
+        """Whether its result is there."""
+        return request_id in self._promises and self._promises[request_id].result.done()
+
     def check_room(self, owner: str) -> None:
         """Raises `HttpError` with 429: the client tries again."""
+        if self._num_open[owner] >= self._max_open:
+            self._drop_abandoned(owner)
         if self._num_open[owner] >= self._max_open:
             raise HttpError(429, f"{self._max_open} results wait to be retrieved, which is the limit: try again")
 
@@ -56,16 +68,18 @@ class Futures:
         promise = self._promises.get(request_id)
         if promise is not None and not promise.result.done():
             promise.result.set_result(result)
+            promise.resolved_at = time.monotonic()
 
-    def unretrieved(self, prefix: str) -> dict[str, Result]:
-        """The results with ids of this prefix that no client has come for."""
-        return {
-            request_id: promise.result.result()
-            for request_id, promise in self._promises.items()
-            if request_id.startswith(prefix)
-            and promise.result.done()
-            and request_id not in self._retrieved[promise.owner]
-        }
+    def needed(self, prefix: str) -> dict[str, Result]:
+        """The results with ids of this prefix that no client has come for, and the last ones that a client has come for: it may
+        not have received them."""
+        found: dict[str, Result] = {}
+        for request_id, promise in self._promises.items():
+            if request_id.startswith(prefix) and promise.result.done():
+                retrieved = self._retrieved[promise.owner]
+                if request_id not in retrieved or request_id in list(retrieved)[-NUM_UNSURE:]:
+                    found[request_id] = promise.result.result()
+        return found
 
     async def wait(self, request_id: str, owner: str, *, wait_s: float) -> Result | None:
         """None: it is not there yet. Raises `HttpError` with 404 for an id that this key does not have."""
@@ -88,9 +102,9 @@ class Futures:
             oldest, _ = kept.popitem(last=False)
             del self._promises[oldest]
 
-    def drop(self, prefix: str) -> None:
-        """All ids of this prefix: nothing will come for them."""
-        for request_id in [one for one in self._promises if one.startswith(prefix)]:
-            promise = self._promises.pop(request_id)
-            if self._retrieved[promise.owner].pop(request_id, self) is self:
-                self._num_open[promise.owner] -= 1
+    def _drop_abandoned(self, owner: str) -> None:
+        before = time.monotonic() - ABANDONED_S
+        for request_id, promise in list(self._promises.items()):
+            if promise.owner == owner and promise.resolved_at < before and request_id not in self._retrieved[owner]:
+                del self._promises[request_id]
+                self._num_open[owner] -= 1

@@ -127,6 +127,7 @@ class TrainedModel:
         self._next = 1
         self._replay_s = 0.0
         self._has_gradient = False
+        self._is_closed = False
         self._working: asyncio.Task[None] | None = None
         self.learner: DirectLearner = base.make_learner(shape_of(info.lora, base), info.seed)
 
@@ -163,6 +164,8 @@ class TrainedModel:
         async with self._writing:
             if entry.seq_id < self._next or entry.seq_id in self._waiting:
                 return request_id
+            if self._is_closed:
+                raise HttpError(429, f"{self.info.id} is being unloaded: try again")
             self._futures.check_room(self.info.owner)
             await asyncio.to_thread(self._journal.append, [entry])
             self._promise(request_id)
@@ -171,7 +174,7 @@ class TrainedModel:
         return request_id
 
     def _work_on(self) -> None:
-        if not self.is_busy:
+        if not self.is_busy and not self._is_closed:
             self._working = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
@@ -192,7 +195,7 @@ class TrainedModel:
         """Between an optimizer step and the next pass: a gradient is not in it."""
         taken = await self.learner.snapshot()
         async with self._writing:
-            results = self._futures.unretrieved(f"{self.info.id}:")
+            results = self._futures.needed(f"{self.info.id}:")
             info = SnapshotInfo(version=self.version, next_seq_id=self._next, results=results)
             waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
             await asyncio.to_thread(self._journal.begin_next, taken.write, info, waiting)
@@ -337,10 +340,11 @@ class TrainedModel:
 
     async def close(self) -> None:
         """Its folder has all of it. A request that runs is computed again when the model comes back."""
-        if self._working is not None:
-            self._working.cancel()
-            await asyncio.wait({self._working})
+        self._is_closed = True
         async with self._writing:
+            if self._working is not None:
+                self._working.cancel()
+                await asyncio.wait({self._working})
             self._journal.close()
         await self.learner.close()
 

@@ -155,6 +155,12 @@ class Registry:
         del self._models[oldest.info.id]
         await oldest.close()
 
+    async def unload(self, session: Session) -> None:
+        """The models of a session that is over: they stay in their folders."""
+        for model in [one for one in self._models.values() if one.info.session_id == session.id and not one.is_busy]:
+            del self._models[model.info.id]
+            await model.close()
+
     def checkpoint(self, path: str, owner: str) -> tuple[ModelInfo, Path]:
         """Of a path that the client got. Raises `HttpError`."""
         model_id, _, rest = path.removeprefix(SCHEME).partition("/")

@@ -135,7 +135,8 @@ class TrainingService:
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request) -> Response:
-        self._registry.session(request.path_params["session"], owner_of(request))
+        session = self._registry.session(request.path_params["session"], owner_of(request))
+        await self._registry.unload(session)
         return Response(status_code=204)
 
     async def _capabilities(self, request: Request) -> Response:
@@ -235,7 +236,7 @@ class TrainingService:
 
     async def _retrieve(self, request: Request) -> Response:
         owner, body = owner_of(request), await self._read(request, bodies.RetrieveBody)
-        if body.request_id not in self._futures:
+        if not self._futures.is_done(body.request_id):
             await self._bring_back(body.request_id, owner)
         result = await self._futures.wait(body.request_id, owner, wait_s=POLL_S)
         if result is None:
@@ -246,7 +247,7 @@ class TrainingService:
 
     async def _bring_back(self, request_id: str, owner: str) -> None:
         """After a restart: a model computes again what it was asked for; samples are gone."""
-        if ":sample:" in request_id:
+        if ":sample:" in request_id and request_id not in self._futures:
             self._registry.sampler(request_id.rpartition(":")[0], owner)
             raise HttpError(410, f"{request_id} was being sampled when the service was restarted: sample again")
         if ":train:" in request_id:
