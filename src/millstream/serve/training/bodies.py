@@ -13,7 +13,7 @@ from millstream.learner.optimizer import AdamSettings
 from millstream.serve.http import HttpError
 
 B = TypeVar("B", bound=Struct)
-Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
+SmallNumber = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 Metadata = dict[str, Any]
 MAX_NAMES = 64
@@ -23,7 +23,7 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     type: str | None = None  # the request's own name
 
 
-class Address(Struct, kw_only=True, frozen=True):
+class RequestAddress(Struct, kw_only=True, frozen=True):
     """Of a request to a model: where it belongs, whatever is wrong with the rest of it."""
 
     model_id: str
@@ -60,7 +60,7 @@ class OptimizerBody(Struct, kw_only=True, frozen=True):
 
 class CreateModelBody(Body, frozen=True, kw_only=True):
     session_id: str
-    model_seq_id: Number
+    model_seq_id: SmallNumber
     base_model: str
     user_metadata: Metadata | None = None
     lora_config: LoraBody | None = None
@@ -96,7 +96,7 @@ class AdamBody(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
 
 class OptimStepBody(Body, frozen=True, kw_only=True):
     model_id: str
-    seq_id: Number
+    seq_id: SmallNumber
     adam_params: AdamBody
 
 
@@ -104,17 +104,17 @@ class SaveBody(Body, frozen=True, kw_only=True):
     """Of a training state, or of weights to sample from."""
 
     model_id: str
-    seq_id: Number
+    seq_id: SmallNumber
     path: str | None = None
     ttl_seconds: Positive | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: Number | None = None
+    sampling_session_seq_id: SmallNumber | None = None
 
 
 class LoadBody(Body, frozen=True, kw_only=True):
     model_id: str
-    seq_id: Number
+    seq_id: SmallNumber
     path: str
     optimizer: bool
     weights_access_token: str | None = None  # checkpoints of other keys cannot be loaded
@@ -126,18 +126,18 @@ class WeightsInfoBody(Body, frozen=True, kw_only=True):
 
 class CreateSamplingBody(Body, frozen=True, kw_only=True):
     session_id: str
-    sampling_session_seq_id: Number
+    sampling_session_seq_id: SmallNumber
     base_model: str | None = None
     model_path: str | None = None
 
 
-class ChunkBody(Struct, kw_only=True, frozen=True):
+class TextChunk(Struct, kw_only=True, frozen=True):
     type: str = "encoded_text"
     tokens: list[int] = []
 
 
 class PromptBody(Struct, kw_only=True, frozen=True):
-    chunks: list[ChunkBody]
+    chunks: list[TextChunk]
 
     def tokens(self) -> tuple[int, ...]:
         if kinds := sorted({chunk.type for chunk in self.chunks} - {"encoded_text"}):
@@ -158,7 +158,7 @@ class SampleBody(Body, frozen=True, kw_only=True):
     prompt: PromptBody
     sampling_params: SamplingBody
     sampling_session_id: str
-    seq_id: Number
+    seq_id: SmallNumber
     num_samples: Annotated[int, Meta(ge=1, le=1024)] = 1
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Positive | None = None

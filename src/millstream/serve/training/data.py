@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from millstream.learner.direct import DirectRow, RowScore
 from millstream.serve.http import HttpError
-from millstream.serve.training.bodies import Address
+from millstream.serve.training.bodies import RequestAddress
 from millstream.serve.training.losses import ClientLoss
 from millstream.serve.training.protobuf import (
-    Fields,
+    MessageFields,
     ProtobufError,
     bytes_of,
     double_of,
@@ -57,7 +57,7 @@ class PassRequest(Struct, frozen=True, kw_only=True, eq=False):
     data: Sequence[Datum]
 
 
-def read_address(body: bytes) -> Address:
+def read_address(body: bytes) -> RequestAddress:
     """Raises `HttpError`."""
     try:
         fields = read_message(body)
@@ -68,7 +68,7 @@ def read_address(body: bytes) -> Address:
         raise HttpError(
             422, f"model_id = {model_id!r}, seq_id = {number}: expected a model, and a number of at least 1"
         )
-    return Address(model_id=model_id, seq_id=number)
+    return RequestAddress(model_id=model_id, seq_id=number)
 
 
 def read_pass(body: bytes) -> PassRequest:
@@ -85,7 +85,7 @@ def read_pass(body: bytes) -> PassRequest:
     return PassRequest(loss_fn=loss_fn, settings=settings, is_forward_only=is_forward_only, data=data)
 
 
-def _settings(fields: Fields) -> dict[str, float | str]:
+def _settings(fields: MessageFields) -> dict[str, float | str]:
     """The second version of the map has texts as well; the first one repeats its numbers."""
     found: dict[str, float | str] = {}
     for entry in map(read_message, bytes_of(fields, 5)):
@@ -96,7 +96,7 @@ def _settings(fields: Fields) -> dict[str, float | str]:
     return found
 
 
-def _datum(fields: Fields) -> Datum:
+def _datum(fields: MessageFields) -> Datum:
     chunks = [read_message(one) for one in bytes_of(fields, 1)]
     if any(1 not in chunk for chunk in chunks):
         raise HttpError(422, "a datum has a chunk of an image or of sound: expected encoded text")
@@ -120,7 +120,7 @@ def _array(data: bytes, dtype: np.dtype[Any]) -> Array:
     return np.frombuffer(data, dtype)
 
 
-def _tensor(fields: Fields) -> Array:
+def _tensor(fields: MessageFields) -> Array:
     """Dense: what a sparse one leaves out is 0."""
     kind, shape = int_of(fields, 3), ints_of(fields, 4)
     if kind not in DTYPES:

@@ -19,6 +19,7 @@ from millstream.serve.http import HttpError
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 MAX_KEPT = 256
+MAX_REPLAYED = 1024
 NUM_UNSURE = 8  # retrieved results that a snapshot has
 ABANDONED_S = 600.0
 
@@ -42,6 +43,7 @@ class Futures:
         self._max_open = max_open
         self._promises: dict[str, _Promise] = {}
         self._num_open: defaultdict[str, int] = defaultdict(int)
+        self._replayed: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._retrieved: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
 
     def __contains__(self, request_id: str) -> bool:
@@ -58,10 +60,18 @@ class Futures:
         if self._num_open[owner] >= self._max_open:
             raise HttpError(429, f"{self._max_open} results wait to be retrieved, which is the limit: try again")
 
-    def add(self, request_id: str, owner: str) -> None:
-        """Once for every id."""
+    def add(self, request_id: str, owner: str, *, is_replayed: bool = False) -> None:
+        """Once for every id. `is_replayed`: a client may have its result already, before a restart. So it is not counted, and
+        of too many the first ones are dropped."""
         self._promises[request_id] = _Promise(owner)
-        self._num_open[owner] += 1
+        if not is_replayed:
+            self._num_open[owner] += 1
+            return
+        replayed = self._replayed[owner]
+        replayed[request_id] = None
+        if len(replayed) > MAX_REPLAYED:
+            oldest, _ = replayed.popitem(last=False)
+            del self._promises[oldest]
 
     def resolve(self, request_id: str, result: Result) -> None:
         """Of an id that was dropped meanwhile: nothing happens."""
@@ -95,7 +105,7 @@ class Futures:
         if promise is None:
             return
         kept = self._retrieved[promise.owner]
-        if request_id not in kept:
+        if request_id not in kept and self._replayed[promise.owner].pop(request_id, kept) is kept:
             self._num_open[promise.owner] -= 1
         kept[request_id] = None
         while len(kept) > MAX_KEPT:
@@ -105,6 +115,7 @@ class Futures:
     def _drop_abandoned(self, owner: str) -> None:
         before = time.monotonic() - ABANDONED_S
         for request_id, promise in list(self._promises.items()):
-            if promise.owner == owner and promise.resolved_at < before and request_id not in self._retrieved[owner]:
+            is_open = request_id not in self._retrieved[owner] and request_id not in self._replayed[owner]
+            if promise.owner == owner and promise.resolved_at < before and is_open:
                 del self._promises[request_id]
                 self._num_open[owner] -= 1

@@ -12,12 +12,14 @@ and all requests since then, computed again in their order: nothing that was ack
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +33,7 @@ HEADER = struct.Struct("<II")  # bytes of the record, and their checksum
 CURRENT, MODEL, CHECKPOINT, SNAPSHOT = "current", "model.json", "checkpoint.json", "snapshot.msgpack"
 
 
-class Entry(Struct, frozen=True, array_like=True):
+class JournalEntry(Struct, frozen=True, array_like=True):
     """A request as it came."""
 
     seq_id: int
@@ -88,44 +90,53 @@ def read_json_file(path: Path, kind: type[S]) -> S:
     return msgspec.json.decode(path.read_bytes(), type=kind)
 
 
-class Journal:
+def write_records(file: FileIO, entries: Sequence[JournalEntry]) -> int:
+    """The bytes that were written: they are on the disk when this returns."""
+    records = [msgspec.msgpack.encode(entry) for entry in entries]
+    data = b"".join(HEADER.pack(len(record), zlib.crc32(record)) + record for record in records)
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(file.fileno())
+    return len(data)
+
+
+class RequestJournal:
     """Called with one call at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.number = int((folder / CURRENT).read_text()) if (folder / CURRENT).exists() else 0
         self.num_bytes = 0
-        self._file = self._path.open("ab")
+        self._file = self._path_of(self.number).open("ab", buffering=0)
 
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"journal-{self.number}"
+    def _path_of(self, number: int) -> Path:
+        return self._folder / f"journal-{number}"
 
     @property
     def snapshot_folder(self) -> Path | None:
         """None: nothing was trained before the journal."""
         return self._folder / f"snapshot-{self.number}" if self.number else None
 
-    def append(self, entries: Sequence[Entry]) -> None:
-        """They are on the disk when this returns."""
-        for entry in entries:
-            record = msgspec.msgpack.encode(entry)
-            self._file.write(HEADER.pack(len(record), zlib.crc32(record)) + record)
-            self.num_bytes += len(record)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def append(self, entry: JournalEntry) -> None:
+        """It is on the disk when this returns. Raises `OSError` if it is not; then nothing of it is."""
+        try:
+            self.num_bytes += write_records(self._file, [entry])
+        except OSError:
+            os.ftruncate(self._file.fileno(), self.num_bytes)
+            raise
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[JournalEntry]:
         """In the order in which they came. A record that was cut off by a crash was not acknowledged: it is removed."""
-        data, at, found = self._path.read_bytes(), 0, []
+        path = self._path_of(self.number)
+        data, at, found = path.read_bytes(), 0, []
         while at + HEADER.size <= len(data):
             length, checksum = HEADER.unpack_from(data, at)
             record = data[at + HEADER.size : at + HEADER.size + length]
             if len(record) < length or zlib.crc32(record) != checksum:
                 break
-            found.append(msgspec.msgpack.decode(record, type=Entry))
+            found.append(msgspec.msgpack.decode(record, type=JournalEntry))
             at += HEADER.size + length
-        os.truncate(self._path, at)
+        os.truncate(path, at)
         self.num_bytes = at
         return found
 
@@ -135,23 +146,25 @@ class Journal:
             return SnapshotInfo(version=0, next_seq_id=1)
         return msgspec.msgpack.decode((folder / SNAPSHOT).read_bytes(), type=SnapshotInfo)
 
-    def begin_next(self, write: Callable[[Path], None], info: SnapshotInfo, waiting: Sequence[Entry]) -> None:
-        """A new snapshot, and a new journal with the requests that are still to be computed."""
-        before = self.number
-        folder = self._folder / f"snapshot-{before + 1}"
+    def begin_next(self, write: Callable[[Path], None], info: SnapshotInfo, waiting: Sequence[JournalEntry]) -> None:
+        """A new snapshot, and a new journal with the requests that are still to be computed. Raises `OSError` if they cannot be
+        written: then the old ones stay."""
+        before, number = self.number, self.number + 1
+        folder = self._folder / f"snapshot-{number}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         write(folder)
         sync_files(folder)
         write_synced(folder / SNAPSHOT, msgspec.msgpack.encode(info))
+        file = self._path_of(number).open("wb", buffering=0)
+        num_bytes = write_records(file, waiting)
+        write_synced(self._folder / CURRENT, str(number).encode())
         self._file.close()
-        self.number = before + 1
-        self.num_bytes = 0
-        self._file = self._path.open("wb")
-        self.append(waiting)
-        write_synced(self._folder / CURRENT, str(self.number).encode())
+        self._file = file
+        self.number = number
+        self.num_bytes = num_bytes
         shutil.rmtree(self._folder / f"snapshot-{before}", ignore_errors=True)
-        (self._folder / f"journal-{before}").unlink(missing_ok=True)
+        self._path_of(before).unlink(missing_ok=True)
 
     def close(self) -> None:
         self._file.close()

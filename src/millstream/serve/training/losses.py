@@ -21,7 +21,7 @@ from millstream.learner.direct import DirectLoss
 from millstream.objective import LossInputs, TokenLoss
 from millstream.serve.http import HttpError
 
-Columns = Mapping[str, Tensor]
+LossColumns = Mapping[str, Tensor]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 NOT_HERE = {
     "stable_reinforce": "it needs what only its own sampler records",
@@ -50,7 +50,7 @@ def _importance_sampling(settings: Mapping[str, float]) -> DirectLoss:
 def _ppo(settings: Mapping[str, float]) -> DirectLoss:
     """-min(r A, clip(r, low, high) A), r = p/q."""
 
-    def loss(x: LossInputs, columns: Columns) -> TokenLoss:
+    def loss(x: LossInputs, columns: LossColumns) -> TokenLoss:
         low, high = _thresholds(settings, columns)
         return losses.ppo(x, clip_low=1 - low, clip_high=high - 1)
 
@@ -60,14 +60,14 @@ def _ppo(settings: Mapping[str, float]) -> DirectLoss:
 def _cispo(settings: Mapping[str, float]) -> DirectLoss:
     """-sg(clip(p/q, low, high)) A log p."""
 
-    def loss(x: LossInputs, columns: Columns) -> TokenLoss:
+    def loss(x: LossInputs, columns: LossColumns) -> TokenLoss:
         low, high = _thresholds(settings, columns)
         return losses.cispo(x, clip_low=1 - low, clip_high=high - 1)
 
     return loss
 
 
-def _thresholds(settings: Mapping[str, float], columns: Columns) -> tuple[float, float]:
+def _thresholds(settings: Mapping[str, float], columns: LossColumns) -> tuple[float, float]:
     """Of the whole batch; or of every token, where its inputs have them: tensors, which the losses take as numbers."""
     low, high = (columns.get(name, settings[name]) for name in CLIP)
     return low, high  # type: ignore[return-value]
@@ -77,7 +77,7 @@ def _dro(settings: Mapping[str, float]) -> DirectLoss:
     """-(A log p - beta / 2 (log p - log q)^2): arXiv 2405.19107. Per token, where `losses.kimi` has the square of the row."""
     beta = settings["beta"]
 
-    def loss(x: LossInputs, columns: Columns) -> TokenLoss:
+    def loss(x: LossInputs, columns: LossColumns) -> TokenLoss:
         square_N = (x.logprobs_N - x.behaviour_N).square()
         return TokenLoss(beta / 2 * square_N - x.advantages_N * x.logprobs_N, {})
 
@@ -88,7 +88,7 @@ def _gspo(settings: Mapping[str, float]) -> DirectLoss:
     """GSPO-token, -min(s A, clip(s, low, high) A), s = sg(mean over the masked tokens of the row of p/q, geometric) p/sg(p):
     arXiv 2507.18071. `losses.gspo` is the sequence's variant."""
 
-    def loss(x: LossInputs, columns: Columns) -> TokenLoss:
+    def loss(x: LossInputs, columns: LossColumns) -> TokenLoss:
         is_in_N = (columns["sequence_ratio_mask"] != 0).float()
         now_N = x.logprobs_N.detach()
         mean_N = row_sums((now_N - x.behaviour_N) * is_in_N, x.row_N) / row_sums(is_in_N, x.row_N).clamp(min=1)

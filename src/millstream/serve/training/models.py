@@ -31,8 +31,8 @@ from millstream.serve.training.data import DataLimits, Datum, read_pass, row_of,
 from millstream.serve.training.futures import JSON, PROTOBUF, Futures, Result
 from millstream.serve.training.journal import (
     CheckpointInfo,
-    Entry,
-    Journal,
+    JournalEntry,
+    RequestJournal,
     SnapshotInfo,
     read_checkpoint,
     write_checkpoint,
@@ -45,6 +45,7 @@ UNNAMED = "_session-"  # begins the names of weights that were saved for one sam
 TENSORS = "tensors"  # the folder of a sampler checkpoint's weights
 LORA_ALPHA = 32.0  # the client's; it sends the rank alone
 MAX_JOURNAL_BYTES = 64 << 20
+MAX_WAITING_BYTES = 512 << 20  # of one model's requests
 MAX_REPLAY_S = 30.0  # of computing, since the last snapshot
 MAX_UNNAMED = 16  # weights of one model that were saved for a sampling client and have no name: the newest
 
@@ -62,7 +63,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     created: float = 0.0
 
 
-class Turns:
+class KeyTurns:
     """Requests that train run one at a time. Keys take turns, whatever the number of their models and requests."""
 
     def __init__(self) -> None:
@@ -92,10 +93,10 @@ def failure(message: str, category: str) -> Result:
     return json_result({"error": message, "category": category})
 
 
-VersionOf = Callable[
-    [str], int | None
-]  # sequence_id -> the version that sampled it. None: it was not sampled from this model
-FindCheckpoint = Callable[[str, str], tuple["ModelInfo", Path]]  # path, owner -> whose it is, and its folder
+VersionOf = Callable[[str], int | None]
+"""From a sequence_id to the version that sampled it. None: it was not sampled from this model."""
+FindCheckpoint = Callable[[str, str], tuple[ModelInfo, Path]]
+"""From a path and an owner to the model that it is of, and its folder."""
 
 
 class TrainedModel:
@@ -107,7 +108,7 @@ class TrainedModel:
         folder: Path,
         base: BaseModel,
         futures: Futures,
-        turns: Turns,
+        turns: KeyTurns,
         *,
         version_of: VersionOf,
         find_checkpoint: FindCheckpoint,
@@ -121,9 +122,9 @@ class TrainedModel:
         self._turns = turns
         self._version_of = version_of
         self._find_checkpoint = find_checkpoint
-        self._journal = Journal(folder)
+        self._journal = RequestJournal(folder)
         self._writing = asyncio.Lock()
-        self._waiting: dict[int, Entry] = {}
+        self._waiting: dict[int, JournalEntry] = {}
         self._next = 1
         self._replay_s = 0.0
         self._has_gradient = False
@@ -143,21 +144,21 @@ class TrainedModel:
         self.version = snapshot.version
         self._next = snapshot.next_seq_id
         for request_id, result in snapshot.results.items():
-            self._promise(request_id)
+            self._promise(request_id, is_replayed=True)
             self._futures.resolve(request_id, result)
         for entry in self._journal.entries():
-            self._promise(self.request_id(entry.seq_id))
+            self._promise(self.request_id(entry.seq_id), is_replayed=True)
             self._waiting[entry.seq_id] = entry
         self._work_on()
 
     def request_id(self, seq_id: int) -> str:
         return f"{self.info.id}:{seq_id}"
 
-    def _promise(self, request_id: str) -> None:
+    def _promise(self, request_id: str, *, is_replayed: bool = False) -> None:
         if request_id not in self._futures:
-            self._futures.add(request_id, self.info.owner)
+            self._futures.add(request_id, self.info.owner, is_replayed=is_replayed)
 
-    async def submit(self, entry: Entry) -> str:
+    async def submit(self, entry: JournalEntry) -> str:
         """The id of its result. When this returns, the request survives a crash. One that was sent before has its id again."""
         self.last_used = time.monotonic()
         request_id = self.request_id(entry.seq_id)
@@ -166,12 +167,19 @@ class TrainedModel:
                 return request_id
             if self._is_closed:
                 raise HttpError(429, f"{self.info.id} is being unloaded: try again")
-            self._futures.check_room(self.info.owner)
-            await asyncio.to_thread(self._journal.append, [entry])
+            if entry.seq_id != self._next:  # the one that all others wait for is never refused
+                self._check_room(len(entry.body))
+            await asyncio.to_thread(self._journal.append, entry)
             self._promise(request_id)
             self._waiting[entry.seq_id] = entry
         self._work_on()
         return request_id
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raises `HttpError` with 429: the client tries again."""
+        self._futures.check_room(self.info.owner)
+        if num_bytes + sum(len(entry.body) for entry in self._waiting.values()) > MAX_WAITING_BYTES:
+            raise HttpError(429, f"more than {MAX_WAITING_BYTES} bytes wait to be trained: try again")
 
     def _work_on(self) -> None:
         if not self.is_busy and not self._is_closed:
@@ -193,15 +201,18 @@ class TrainedModel:
 
     async def _snapshot(self) -> None:
         """Between an optimizer step and the next pass: a gradient is not in it."""
-        taken = await self.learner.snapshot()
-        async with self._writing:
-            results = self._futures.needed(f"{self.info.id}:")
-            info = SnapshotInfo(version=self.version, next_seq_id=self._next, results=results)
-            waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
-            await asyncio.to_thread(self._journal.begin_next, taken.write, info, waiting)
+        try:
+            taken = await self.learner.snapshot()
+            async with self._writing:
+                results = self._futures.needed(f"{self.info.id}:")
+                info = SnapshotInfo(version=self.version, next_seq_id=self._next, results=results)
+                waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
+                await asyncio.to_thread(self._journal.begin_next, taken.write, info, waiting)
+        except (OSError, MillstreamError) as error:  # the journal stays as it is, and becomes longer
+            logger.warning("no snapshot of %s: %s", self.info.id, error)
         self._replay_s = 0.0
 
-    async def _answer(self, entry: Entry) -> Result:
+    async def _answer(self, entry: JournalEntry) -> Result:
         try:
             match entry.kind:
                 case "forward_backward":

@@ -10,7 +10,7 @@ import struct
 from collections import defaultdict
 
 Value = int | bytes
-Fields = dict[int, list[Value]]
+MessageFields = dict[int, list[Value]]
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_VARINT_BYTES = 10
 
@@ -19,9 +19,9 @@ class ProtobufError(ValueError):
     """The bytes are not a message, or a field has another type than expected."""
 
 
-def read_message(data: bytes) -> Fields:
+def read_message(data: bytes) -> MessageFields:
     """The values of each field, in order. Fixed-width values are their bytes. Raises `ProtobufError`."""
-    fields: Fields = defaultdict(list)
+    fields: MessageFields = defaultdict(list)
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -56,14 +56,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ProtobufError(f"a number of more than {MAX_VARINT_BYTES} bytes")
 
 
-def bytes_of(fields: Fields, number: int) -> list[bytes]:
+def bytes_of(fields: MessageFields, number: int) -> list[bytes]:
     values = fields.get(number, [])
     if not all(isinstance(value, bytes) for value in values):
         raise ProtobufError(f"field {number} is a number: expected bytes")
     return [value for value in values if isinstance(value, bytes)]
 
 
-def text_of(fields: Fields, number: int) -> str:
+def text_of(fields: MessageFields, number: int) -> str:
     found = bytes_of(fields, number)
     try:
         return found[-1].decode() if found else ""
@@ -71,7 +71,7 @@ def text_of(fields: Fields, number: int) -> str:
         raise ProtobufError(f"field {number} is not UTF-8") from error
 
 
-def int_of(fields: Fields, number: int) -> int:
+def int_of(fields: MessageFields, number: int) -> int:
     """A signed number; 0 where it is not set."""
     value = fields.get(number, [0])[-1]
     if not isinstance(value, int):
@@ -79,7 +79,7 @@ def int_of(fields: Fields, number: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def ints_of(fields: Fields, number: int) -> list[int]:
+def ints_of(fields: MessageFields, number: int) -> list[int]:
     """Of a repeated field: packed, or one by one."""
     found: list[int] = []
     for value in fields.get(number, []):
@@ -93,7 +93,7 @@ def ints_of(fields: Fields, number: int) -> list[int]:
     return [one - (1 << 64) if one >= 1 << 63 else one for one in found]
 
 
-def double_of(fields: Fields, number: int) -> float:
+def double_of(fields: MessageFields, number: int) -> float:
     """0 where it is not set."""
     found = bytes_of(fields, number)
     if not found:

@@ -23,14 +23,14 @@ from millstream.serve.training.base import BaseModel
 from millstream.serve.training.bodies import CreateModelBody, CreateSamplingBody, Metadata
 from millstream.serve.training.futures import Futures
 from millstream.serve.training.journal import MODEL, read_checkpoint, read_json_file, write_json
-from millstream.serve.training.models import UNNAMED, ModelInfo, TrainedModel, Turns, json_result, shape_of, unnamed
+from millstream.serve.training.models import UNNAMED, KeyTurns, ModelInfo, TrainedModel, json_result, shape_of, unnamed
 from millstream.serve.training.sampling import BASE_LORA, SEQUENCE, Sampler
 
 SCHEME = "tinker://"
 KINDS = ("weights", "sampler_weights")
 
 
-class Session(Struct, frozen=True, kw_only=True):
+class TrainingSession(Struct, frozen=True, kw_only=True):
     id: str
     owner: str
     max_lag: int | None  # None: data of any age is trained
@@ -45,8 +45,8 @@ class Registry:
         self._base = base
         self._futures = futures
         self._max_models = max_models
-        self._turns = Turns()
-        self._sessions: dict[str, Session] = {}
+        self._turns = KeyTurns()
+        self._sessions: dict[str, TrainingSession] = {}
         self._models: dict[str, TrainedModel] = {}
         self._samplers: dict[str, Sampler] = {}
         self._loading = asyncio.Lock()
@@ -55,17 +55,19 @@ class Registry:
 
     # ---- sessions
 
-    def create_session(self, owner: str, metadata: Metadata | None) -> Session:
-        session = Session(id=secrets.token_hex(12), owner=owner, max_lag=_max_lag(metadata or {}), created=time.time())
+    def create_session(self, owner: str, metadata: Metadata | None) -> TrainingSession:
+        session = TrainingSession(
+            id=secrets.token_hex(12), owner=owner, max_lag=_max_lag(metadata or {}), created=time.time()
+        )
         write_json(self._folder / "sessions" / f"{session.id}.json", session)
         self._sessions[session.id] = session
         return session
 
-    def session(self, session_id: str, owner: str) -> Session:
+    def session(self, session_id: str, owner: str) -> TrainingSession:
         if session_id not in self._sessions and (path := self._path("sessions", session_id)).is_file():
-            self._sessions[session_id] = read_json_file(path, Session)
+            self._sessions[session_id] = read_json_file(path, TrainingSession)
         found = self._sessions.get(session_id)
-        if found is None or found.owner != owner:
+        if found is None or found.owner != owner or found.id != session_id:
             raise HttpError(404, f"no session {session_id!r}")
         return found
 
@@ -155,7 +157,7 @@ class Registry:
         del self._models[oldest.info.id]
         await oldest.close()
 
-    async def unload(self, session: Session) -> None:
+    async def unload(self, session: TrainingSession) -> None:
         """The models of a session that is over: they stay in their folders."""
         for model in [one for one in self._models.values() if one.info.session_id == session.id and not one.is_busy]:
             del self._models[model.info.id]
@@ -245,7 +247,8 @@ class Registry:
     def _find_sampler(self, sampler_id: str) -> Sampler | None:
         if sampler_id not in self._samplers and (path := self._path("samplers", sampler_id)).is_file():
             self._samplers[sampler_id] = read_json_file(path, Sampler)
-        return self._samplers.get(sampler_id)
+        found = self._samplers.get(sampler_id)
+        return found if found is not None and found.id == sampler_id else None
 
     def _version_of(self, sequence_id: str, model: ModelInfo) -> int | None:
         found = SEQUENCE.fullmatch(sequence_id)

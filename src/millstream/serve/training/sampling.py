@@ -1,4 +1,4 @@
-"""Sampling from the weights that a client asks for, beside training: one engine for each shape of weights, used in turns.
+"""Sampling from the weights that a client asks for, while others train: one engine for each shape of weights, used in turns.
 
 Guarantees: every token of a sample is from the weights of its sampler, for weights are exchanged only when no request runs.
 Samplers take turns: when others wait, one starts at most `TURN_REQUESTS` requests in its turn.
@@ -204,6 +204,7 @@ class SamplingPool:
         self._weights = WeightsCache(base)
         self._engines: dict[Shape, TurnEngine] = {}
         self._scorers: dict[Shape, _TurnScorer] = {}
+        self._making = asyncio.Lock()
         self._numbers = itertools.count()
 
     async def sample(self, sampler: Sampler, body: SampleBody) -> Result:
@@ -212,7 +213,7 @@ class SamplingPool:
         tokens = body.prompt.tokens()
         sampling = sampling_of(body.sampling_params, len(tokens), self._base)
         number, given = next(self._numbers), body.sampling_params.seed
-        engine = self._engine(sampler.shape)
+        engine = await self._engine(sampler.shape)
 
         async def one(index: int) -> Completion:
             names = (index,) if given is not None else (sampler.id, body.seq_id, index)
@@ -234,16 +235,23 @@ class SamplingPool:
     async def _prompt_logprobs(self, sampler: Sampler, body: SampleBody, tokens: Sequence[int]) -> list[float] | None:
         if not body.prompt_logprobs:
             return None
-        if sampler.shape not in self._scorers:
-            self._scorers[sampler.shape] = _TurnScorer(self._base.make_scorer(sampler.shape), self._weights)
-        found = await self._scorers[sampler.shape].score(sampler, tokens)
+        found = await (await self._scorer(sampler.shape)).score(sampler, tokens)
         num_skipped = 0 if body.prompt_logprobs_last_n is None else max(0, len(found) - body.prompt_logprobs_last_n)
         return [math.nan] * num_skipped + found[num_skipped:]
 
-    def _engine(self, shape: Shape) -> TurnEngine:
-        if shape not in self._engines:
-            self._engines[shape] = TurnEngine(self._base.make_engine(shape), self._weights)
+    async def _engine(self, shape: Shape) -> TurnEngine:
+        async with self._making:
+            if shape not in self._engines:
+                made = await asyncio.to_thread(self._base.make_engine, shape)
+                self._engines[shape] = TurnEngine(made, self._weights)
         return self._engines[shape]
+
+    async def _scorer(self, shape: Shape) -> _TurnScorer:
+        async with self._making:
+            if shape not in self._scorers:
+                made = await asyncio.to_thread(self._base.make_scorer, shape)
+                self._scorers[shape] = _TurnScorer(made, self._weights)
+        return self._scorers[shape]
 
     async def close(self) -> None:
         for engine in self._engines.values():

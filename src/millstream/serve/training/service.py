@@ -41,7 +41,7 @@ from millstream.serve.training import bodies
 from millstream.serve.training.base import BaseModel
 from millstream.serve.training.data import read_address
 from millstream.serve.training.futures import Futures
-from millstream.serve.training.journal import Entry
+from millstream.serve.training.journal import JournalEntry
 from millstream.serve.training.models import failure
 from millstream.serve.training.registry import Registry
 from millstream.serve.training.sampling import Sampler, SamplingPool
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Struct)
 CLIENT_GONE = 499
 POLL_S = 20.0  # that a retrieval waits for its result; the client gives up after 45
-Endpoint = Callable[[Request], Awaitable[Response]]
+HttpHandler = Callable[[Request], Awaitable[Response]]
 
 
 class TrainingServiceConfig(Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class TrainingService:
         self._sampling: dict[str, asyncio.Task[None]] = {}
 
     def routes(self) -> list[Route]:
-        posts: dict[str, Endpoint] = {
+        posts: dict[str, HttpHandler] = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
             "create_session": self._create_session,
@@ -93,7 +93,7 @@ class TrainingService:
         }
         posts |= dict.fromkeys(("optim_step", "save_weights", "load_weights", "save_weights_for_sampler"), self._submit)
         posts["forward_backward"] = self._submit
-        gets: dict[str, Endpoint] = {
+        gets: dict[str, HttpHandler] = {
             "get_server_capabilities": self._capabilities,
             "healthz": self._health,
             "samplers/{sampler}": self._sampler_info,
@@ -125,17 +125,17 @@ class TrainingService:
 
     async def _create_session(self, request: Request) -> Response:
         body = await self._read(request, bodies.CreateSessionBody)
-        session = self._registry.create_session(owner_of(request), body.user_metadata)
+        session = self._registry.create_session(key_digest(request), body.user_metadata)
         bound = "" if session.max_lag is None else f"max_lag = {session.max_lag}: older data is refused"
         return JSONResponse({"type": "create_session", "session_id": session.id, "info_message": bound or None})
 
     async def _heartbeat(self, request: Request) -> Response:
         body = await self._read(request, bodies.SessionBody)
-        self._registry.session(body.session_id, owner_of(request))
+        self._registry.session(body.session_id, key_digest(request))
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request) -> Response:
-        session = self._registry.session(request.path_params["session"], owner_of(request))
+        session = self._registry.session(request.path_params["session"], key_digest(request))
         await self._registry.unload(session)
         return Response(status_code=204)
 
@@ -155,20 +155,20 @@ class TrainingService:
 
     async def _create_model(self, request: Request) -> Response:
         body = await self._read(request, bodies.CreateModelBody)
-        request_id = await self._registry.create_model(owner_of(request), body)
+        request_id = await self._registry.create_model(key_digest(request), body)
         return JSONResponse({"request_id": request_id, "model_id": request_id.rpartition(":")[0]})
 
     async def _submit(self, request: Request) -> Response:
         """A request to a model: only its address is read here. What else is wrong with it is its result."""
         kind, body = request.url.path.rpartition("/")[2], await self._bodies.raw(request)
-        address = read_address(body) if kind == "forward_backward" else bodies.read_json(body, bodies.Address)
-        model = await self._registry.model(address.model_id, owner_of(request))
-        request_id = await model.submit(Entry(address.seq_id, kind, body))
+        address = read_address(body) if kind == "forward_backward" else bodies.read_json(body, bodies.RequestAddress)
+        model = await self._registry.model(address.model_id, key_digest(request))
+        request_id = await model.submit(JournalEntry(address.seq_id, kind, body))
         return JSONResponse({"request_id": request_id, "model_id": address.model_id})
 
     async def _info(self, request: Request) -> Response:
         body = await self._read(request, bodies.ModelBody)
-        info = self._registry.model_info(body.model_id, owner_of(request))
+        info = self._registry.model_info(body.model_id, key_digest(request))
         name = {"model_name": info.base_model}
         data = {"arch": self._base.architecture, "tokenizer_id": self._base.tokenizer, **name}
         rank = None if info.lora is None else info.lora.rank
@@ -177,7 +177,7 @@ class TrainingService:
 
     async def _weights_info(self, request: Request) -> Response:
         body = await self._read(request, bodies.WeightsInfoBody)
-        info, _ = self._registry.checkpoint(body.tinker_path, owner_of(request))
+        info, _ = self._registry.checkpoint(body.tinker_path, key_digest(request))
         found: dict[str, Any] = {"base_model": info.base_model, "is_lora": info.lora is not None}
         if info.lora is not None:
             targets = {"train_mlp": info.lora.train_mlp, "train_attn": info.lora.train_attn, "train_unembed": False}
@@ -185,22 +185,22 @@ class TrainingService:
         return JSONResponse(found)
 
     async def _checkpoints(self, request: Request) -> Response:
-        info = self._registry.model_info(request.path_params["model"], owner_of(request))
+        info = self._registry.model_info(request.path_params["model"], key_digest(request))
         return JSONResponse({"checkpoints": await asyncio.to_thread(self._registry.checkpoints, info)})
 
     # ---- sampling
 
     async def _create_sampling_session(self, request: Request) -> Response:
         body = await self._read(request, bodies.CreateSamplingBody)
-        sampler = self._registry.create_sampler(owner_of(request), body)
+        sampler = self._registry.create_sampler(key_digest(request), body)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     async def _sampler_info(self, request: Request) -> Response:
-        sampler = self._registry.sampler(request.path_params["sampler"], owner_of(request))
+        sampler = self._registry.sampler(request.path_params["sampler"], key_digest(request))
         return JSONResponse({"sampler_id": sampler.id, "base_model": self._base.name, "model_path": sampler.path})
 
     async def _sample(self, request: Request) -> Response:
-        owner, body = owner_of(request), await self._read(request, bodies.SampleBody)
+        owner, body = key_digest(request), await self._read(request, bodies.SampleBody)
         sampler = self._registry.sampler(body.sampling_session_id, owner)
         request_id = f"{sampler.id}:{body.seq_id}"
         if request_id not in self._futures:
@@ -227,7 +227,7 @@ class TrainingService:
 
     async def _cancel(self, request: Request) -> Response:
         body = await self._read(request, bodies.CancelBody)
-        await self._futures.wait(body.request_id, owner_of(request), wait_s=0)
+        await self._futures.wait(body.request_id, key_digest(request), wait_s=0)
         if body.request_id in self._sampling:
             self._sampling[body.request_id].cancel()
         return Response(status_code=204)
@@ -235,7 +235,7 @@ class TrainingService:
     # ---- results
 
     async def _retrieve(self, request: Request) -> Response:
-        owner, body = owner_of(request), await self._read(request, bodies.RetrieveBody)
+        owner, body = key_digest(request), await self._read(request, bodies.RetrieveBody)
         if not self._futures.is_done(body.request_id):
             await self._bring_back(body.request_id, owner)
         result = await self._futures.wait(body.request_id, owner, wait_s=POLL_S)
@@ -254,7 +254,7 @@ class TrainingService:
             await self._registry.model(request_id.rpartition(":")[0], owner)
 
 
-def owner_of(request: Request) -> str:
+def key_digest(request: Request) -> str:
     """The key that the client sent, as a digest: keys are not written to the disk."""
     return blake2b(given_token(request.headers).encode(), digest_size=12).hexdigest()
 
@@ -266,6 +266,9 @@ def training_app(service: TrainingService, config: TrainingServiceConfig, *, tok
         exception_handlers={
             HttpError: lambda request, wrong: error_response(wrong.status, str(wrong)),
             MillstreamError: lambda request, wrong: error_response(500, str(wrong)),
+            OSError: lambda request, wrong: error_response(
+                503, f"the folder of the service: {wrong.strerror or wrong}"
+            ),
             ClientDisconnect: lambda request, wrong: Response(status_code=CLIENT_GONE),
             404: lambda request, wrong: error_response(
                 404, f"nothing at {request.url.path}: see docs/training_service.md"
