@@ -13,11 +13,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from millstream.learner.direct import DirectRow
 from millstream.learner.optimizer import AdamSettings
 from millstream.serve.training.base import BaseModel
 from millstream.serve.training.bodies import LoraBody
+from millstream.serve.training.journal import CheckpointInfo, read_json_file, write_json
 from millstream.serve.training.losses import loss_named
 from millstream.serve.training.models import shape_of
 from support.training_server import KEY, listening, small_base
@@ -191,6 +193,19 @@ def test_two_models_on_one_base_get_the_weights_that_each_gets_alone(url: str) -
     assert logprobs_of(two, TEXT[::-1]) != pytest.approx(logprobs_of(one, TEXT[::-1]), abs=1e-2)
 
 
+def test_without_adapters_the_whole_model_is_trained_and_sampled_from(url: str) -> None:
+    service = client_of(url)
+    body = {"session_id": service.holder.get_session_id(), "model_seq_id": 5, "base_model": "tiny"}
+    with httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": KEY}, trust_env=False, timeout=60) as raw:
+        model_id = raw.post("create_model", json=body).json()["model_id"]
+    client, adapted = tinker.TrainingClient(service.holder, 5, model_id), trainer(url)
+    assert logprobs_of(client, TEXT) == pytest.approx(logprobs_of(adapted, TEXT), abs=1e-5)
+    losses = [step(client, [datum(TEXT)]).metrics["loss:sum"] for _ in range(3)]
+    assert losses[2] < losses[0] and client.get_info().is_lora is False
+    (_, *scores) = client.save_weights_and_get_sampling_client().compute_logprobs(prompt_of(TEXT)).result()
+    assert scores == pytest.approx(logprobs_of(client, TEXT), abs=1e-5)
+
+
 # ---- sampling
 
 
@@ -315,6 +330,42 @@ def test_what_was_acknowledged_is_there_after_a_crash_at_any_moment(base: BaseMo
             again = raw.post("retrieve_future", json={"request_id": f"{model_id}:{last}"})
             expected = np.float64(metrics["loss:sum"]).tobytes()
             assert again.headers["content-type"] == "application/x-protobuf" and expected in again.content
+
+
+def test_a_model_that_was_unloaded_comes_back_with_its_gradient(base: BaseModel, tmp_path: Path) -> None:
+    with listening(tmp_path, base=base, max_models=1) as url:
+        alone = trainer(url, seed=7)
+        for _ in range(2):
+            step(alone, [datum(TEXT)])
+        expected = logprobs_of(alone, TEXT)
+        service = client_of(url)
+        one, two = (service.create_lora_training_client(base_model="tiny", rank=4, seed=7) for _ in range(2))
+        for client in (one, two) * 2:  # each call unloads the other one's model, between its pass and its step
+            client.forward_backward([datum(TEXT)], "cross_entropy").result()
+            logprobs_of(two if client is one else one, TEXT)
+            client.optim_step(types.AdamParams(**ADAM)).result()
+        assert logprobs_of(one, TEXT) == logprobs_of(two, TEXT) == expected
+        service.close("success").result()
+
+
+def test_checkpoints_are_listed_and_expire(base: BaseModel, tmp_path: Path) -> None:
+    with listening(tmp_path, base=base) as url:
+        client = trainer(url)
+        kept, brief = client.save_state("kept"), client.save_weights_for_sampler("brief", ttl_seconds=3600)
+        paths = [kept.result().path, brief.result().path]
+        rest = tinker.RestClient(base_url=url, api_key=KEY)
+
+        def listed() -> list[str]:
+            return [one.tinker_path for one in rest.list_checkpoints(client.model_id).result().checkpoints]
+
+        assert listed() == paths
+        (file,) = tmp_path.glob("models/*/sampler_weights/brief/checkpoint.json")
+        info = read_json_file(file, CheckpointInfo)
+        assert info.expires_at is not None and info.expires_at - info.time == 3600
+        write_json(file, structs.replace(info, expires_at=info.time))
+        assert listed() == paths[:1]
+        with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+            client_of(url).create_sampling_client(model_path=paths[1])
 
 
 # ---- keys, bounds, refusals
