@@ -379,12 +379,10 @@ def test_without_a_key_there_is_no_answer_and_a_key_sees_only_its_own(base: Base
         with pytest.raises(tinker.AuthenticationError):
             client_of(url, key="tml-unknown").create_lora_training_client(base_model="tiny")
         other = client_of(url, key="tml-another")
-        for refused in (
-            lambda: other.create_training_client_from_state(state),
-            lambda: other.create_sampling_client(model_path=state),
-        ):
-            with pytest.raises(tinker.NotFoundError):
-                refused()
+        with pytest.raises(tinker.NotFoundError):
+            other.create_training_client_from_state(state)
+        with pytest.raises(tinker.NotFoundError):
+            other.create_sampling_client(model_path=state)
         with httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": "tml-another"}, trust_env=False) as raw:
             step_of = {"model_id": client.model_id, "seq_id": 9, "adam_params": ADAM}
             sample = {"prompt": {"chunks": []}, "sampling_params": {}, "seq_id": 0}
