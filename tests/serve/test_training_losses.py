@@ -97,7 +97,7 @@ def plain_torch(model: Any, name: str, rows: list[DirectRow]) -> tuple[list[torc
         found.append(logprobs.detach())
         total = total + reference(name, logprobs, row)
     total.backward()
-    return found, float(total)
+    return found, float(total.detach())
 
 
 def test_every_loss_of_the_client_is_here_or_refused_by_name() -> None:
