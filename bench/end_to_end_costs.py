@@ -175,7 +175,7 @@ class Batches:
             await self._train_one()
 
     async def _train_one(self) -> None:
-        began, packer = time.perf_counter(), Packer(self._micro_batch_tokens)
+        began, packer = time.perf_counter(), Packer[TrainRow](self._micro_batch_tokens)
         await self._learner.begin_batch()
         for row in self._rows:
             if full := packer.add(row):

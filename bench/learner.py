@@ -124,7 +124,7 @@ def ours(
     learner = TorchLearner(model, config, goal)
 
     async def train(rows: list[TrainRow]) -> None:
-        packer = Packer(shape.micro_batch_tokens)
+        packer = Packer[TrainRow](shape.micro_batch_tokens)
         await learner.begin_batch()
         for row in rows:
             if full := packer.add(row):

@@ -99,7 +99,7 @@ async def plain_loop() -> Weights:
             wave = [next(numbered) for _ in range(GROUPS - len(kept))]
             found = await generate(engine, wave)
             kept |= {g: r for g, r in found.items() if has_signal(np.array([reward(c) for _, c in r]))}
-        packer = Packer(LEARNER.micro_batch_tokens)
+        packer = Packer[TrainRow](LEARNER.micro_batch_tokens)
         await learner.begin_batch()
         for group_id in sorted(kept):
             for row in rows(kept[group_id]):

@@ -1,5 +1,5 @@
 """The command line: train, scale, set, status, export, eval, env, audit, dash, rollouts, diff, report, note, plot, trace,
-init, recipes, doctor, sim, calibrate, plan, advise, serve, serve-store.
+init, recipes, doctor, sim, calibrate, plan, advise, serve, serve-store, serve-training.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -35,7 +35,7 @@ from millstream.cli.plan import plan_command
 from millstream.cli.plot import plot_command
 from millstream.cli.recipes import init_command, recipes_command
 from millstream.cli.rollouts import kept_lines, rollouts_command
-from millstream.cli.serve import serve_command, serve_store_command
+from millstream.cli.serve import serve_command, serve_store_command, serve_training_command
 from millstream.cli.show import (
     Alarms,
     JsonLines,
@@ -357,6 +357,7 @@ app.command(name="plan")(plan_command)
 app.command(name="advise")(advise_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
+app.command(name="serve-training")(serve_training_command)
 
 if __name__ == "__main__":
     app()

@@ -1,4 +1,4 @@
-"""The commands that serve: a model with OpenAI's API, and a store."""
+"""The commands that serve: a model with OpenAI's API, a store, and training."""
 
 from __future__ import annotations
 
@@ -185,4 +185,64 @@ def serve_store_command(
             store.StoreServiceConfig(host=host, port=port, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes),
             token=token,
             on_ready=lambda url: console.out(f"the store is at {url}", highlight=False),
+        )
+
+
+def serve_training_command(
+    path: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a name on the hub, or a run folder.")
+    ],
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="DIR", help="Checkpoints and the journals of models are kept here.")
+    ] = Path("training"),
+    name: Annotated[
+        str | None, typer.Option("--name", help="The name of the model for clients. Default: MODEL.")
+    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8100,
+    device: Annotated[
+        Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
+    ] = Device.AUTO,
+    dtype: DtypeOption = Dtype.AUTO,
+    slots: Annotated[
+        int, typer.Option("--slots", min=1, help="The number of samples that are decoded at the same time.")
+    ] = 64,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", min=2, help="Maximal tokens of a sequence. Default: the model's context."),
+    ] = None,
+    max_models: Annotated[
+        int, typer.Option("--max-models", min=1, help="Models in memory at a time; others are kept in DIR.")
+    ] = 16,
+    trust_remote_code: TrustOption = False,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            envvar="MILLSTREAM_TOKEN",
+            help="The keys of clients, separated by commas; each has its own models. Prefer the environment variable.",
+        ),
+    ] = None,
+) -> None:
+    """Serve training to the tinker client. Adapters on one base are trained and sampled from, call by call, over HTTP."""
+    with errors_shown():
+        from millstream.run import serve_training as training
+        from millstream.serve.training.service import TrainingServiceConfig
+
+        chosen = training.TrainingBaseConfig(
+            name=name,
+            max_length=max_length,
+            model=ModelConfig(
+                path=model_in(path, "training"),
+                device=device.value,
+                dtype=dtype.value,
+                trust_remote_code=trust_remote_code,
+            ),
+            engine=EngineConfig(slots=slots, process=False),
+        )
+        training.run_training_service(
+            chosen,
+            TrainingServiceConfig(folder=str(folder), host=host, port=port, max_models=max_models),
+            tokens=None if token is None else token.split(","),
+            on_ready=lambda url, known_as: console.out(f"{known_as} is trained at {url}", highlight=False),
         )

@@ -41,6 +41,17 @@ def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None)
     return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
 
+class AdamSettings(NamedTuple):
+    """Of one step, where the caller of the step chooses them."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float  # infinite: the gradient is not clipped
+
+
 class StepResult(NamedTuple):
     norm: float  # of the whole gradient, before clipping
     learning_rate: float
@@ -138,12 +149,22 @@ class Optimizer:
     def step(self, divisor: float, suspects: list[str]) -> StepResult:
         """Divide, clip, update, clear the gradient. `suspects`: labels of the rows whose loss was not finite. Raises
         `LearnerError` after too many steps in a row that are not finite."""
-        masters = [master for master in self._masters.values() if master.grad is not None]
         torch._foreach_div_(list(self.gradients().values()), divisor)
-        found = torch.nn.utils.clip_grad_norm_(masters, self._config.max_grad_norm)
-        norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
         share = learning_rate_share(self._config, self.num_steps_done, self._num_steps)
-        rate = self._config.learning_rate * share
+        return self._update(self._config.learning_rate * share, self._config.max_grad_norm, suspects)
+
+    def step_with(self, adam: AdamSettings) -> StepResult:
+        """The same with these settings, and without a division: the gradient is the sum over all passes."""
+        for group in self._adam.param_groups:
+            group["betas"] = (adam.beta1, adam.beta2)
+            group["eps"] = adam.epsilon
+            group["weight_decay"] = adam.weight_decay
+        return self._update(adam.learning_rate, adam.max_grad_norm, [])
+
+    def _update(self, rate: float, max_norm: float, suspects: list[str]) -> StepResult:
+        masters = [master for master in self._masters.values() if master.grad is not None]
+        found = torch.nn.utils.clip_grad_norm_(masters, max_norm)
+        norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
         is_skipped = not math.isfinite(norm)
         if is_skipped:
             self._skip(norm, suspects)
@@ -156,6 +177,10 @@ class Optimizer:
         self._adam.zero_grad()
         self.num_steps_done += 1
         return StepResult(norm, rate, is_skipped)
+
+    def zero_grad(self) -> None:
+        """Drop the gradient that was added up since the last step."""
+        self._adam.zero_grad()
 
     def _skip(self, norm: float, suspects: list[str]) -> None:
         self._num_skipped_in_a_row += 1

@@ -4,37 +4,48 @@ result depends on the rows alone, never on timing."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from millstream.types import TrainRow
+from millstream.types import Tokens, TrainRow
 
 
-class Packer:
+class Tokenized(Protocol):
+    """A row of a pass: its size is the number of its tokens."""
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+
+R = TypeVar("R", bound=Tokenized)
+
+
+class Packer(Generic[R]):
     """Collects rows and returns a micro-batch when the next row would not fit. A row above the budget is one by itself."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._rows: list[TrainRow] = []
+        self._rows: list[R] = []
         self._tokens = 0
 
-    def add(self, row: TrainRow) -> list[TrainRow]:
+    def add(self, row: R) -> list[R]:
         """The micro-batch that this row did not fit into; empty while there is room."""
-        full: list[TrainRow] = []
+        full: list[R] = []
         if self._rows and self._tokens + len(row.tokens) > self._max_tokens:
             full = self.flush()
         self._rows.append(row)
         self._tokens += len(row.tokens)
         return full
 
-    def flush(self) -> list[TrainRow]:
+    def flush(self) -> list[R]:
         rows = self._rows
         self._rows = []
         self._tokens = 0
         return rows
 
 
-def packed(rows: Iterable[TrainRow], max_tokens: int) -> Iterator[list[TrainRow]]:
+def packed(rows: Iterable[R], max_tokens: int) -> Iterator[list[R]]:
     """Micro-batches of at most `max_tokens` tokens, in order."""
-    packer = Packer(max_tokens)
+    packer = Packer[R](max_tokens)
     for row in rows:
         if full := packer.add(row):
             yield full
@@ -42,7 +53,7 @@ def packed(rows: Iterable[TrainRow], max_tokens: int) -> Iterator[list[TrainRow]
         yield rest
 
 
-def num_tokens(rows: Sequence[TrainRow]) -> int:
+def num_tokens(rows: Sequence[Tokenized]) -> int:
     return sum(len(row.tokens) for row in rows)
 
 

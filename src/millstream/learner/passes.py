@@ -18,8 +18,7 @@ import torch
 
 from millstream.errors import LearnerError
 from millstream.learner.optimizer import Optimizer
-from millstream.learner.packing import num_tokens, packed
-from millstream.types import TrainRow
+from millstream.learner.packing import R, Tokenized, num_tokens, packed
 
 logger = logging.getLogger(__name__)
 LOCKSTEP = "With pipeline.max_lag = 0 sizes are fixed at the start, since others would change the last bits"
@@ -37,16 +36,14 @@ class Passes:
         self._is_logged = is_logged
 
     def run(
-        self, rows: Sequence[TrainRow], one_pass: Callable[[Sequence[TrainRow]], T], optimizer: Optimizer | None = None
+        self, rows: Sequence[R], one_pass: Callable[[Sequence[R]], T], optimizer: Optimizer | None = None
     ) -> list[T]:
         """The results of `one_pass` over all rows, in order: one pass, or several where memory has run out. `optimizer`: the
         one that the passes add gradients to. Raises `LearnerError` if a row alone is too much."""
         some = [rows] if self.max_tokens is None else list(packed(rows, self.max_tokens))
         return [result for part in some for result in self._try(part, one_pass, optimizer)]
 
-    def _try(
-        self, rows: Sequence[TrainRow], one_pass: Callable[[Sequence[TrainRow]], T], optimizer: Optimizer | None
-    ) -> list[T]:
+    def _try(self, rows: Sequence[R], one_pass: Callable[[Sequence[R]], T], optimizer: Optimizer | None) -> list[T]:
         marks = None if optimizer is None else optimizer.marks()
         try:
             return [one_pass(rows)]
@@ -57,7 +54,7 @@ class Passes:
         with nullcontext() if optimizer is None or marks is None else optimizer.leaving_out(optimizer.added(marks)):
             return self.run(rows, one_pass, optimizer)
 
-    def _lower(self, rows: Sequence[TrainRow], error: torch.OutOfMemoryError) -> None:
+    def _lower(self, rows: Sequence[Tokenized], error: torch.OutOfMemoryError) -> None:
         """Halve the limit. Raises `LearnerError` where that does not help or is not allowed."""
         found = num_tokens(rows)
         what = f"out of memory in a pass of {len(rows)} rows, {found:,} tokens"

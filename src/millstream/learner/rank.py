@@ -79,7 +79,7 @@ class Rank:
         self._device = next(policy.parameters()).device
         self._quantum = max(1, config.pass_tokens // NUM_COMPILED_SIZES) if config.is_compiled else 1
         why_fixed = SHARDED if is_sharded else LOCKSTEP if is_fixed else ""
-        self._passes = Passes("learner", why_fixed=why_fixed, is_logged=False)
+        self.passes = Passes("learner", why_fixed=why_fixed, is_logged=False)
         self._limit_reported: int | None = None
         self._has_stepped = False  # in this batch: before, the proximal policy is the policy itself
         self._has_sizes_to_compile = config.is_compiled and not is_sharded
@@ -110,14 +110,14 @@ class Rank:
         """Add the unnormalised gradient of these rows, and of the rows that other ranks are given in the same call."""
         sound = self._sums.sound(rows)
         if any(row.loss_mask.any() for row in sound):
-            self._passes.run(sound, self._add, self.optimizer)
+            self.passes.run(sound, self._add, self.optimizer)
         elif self._is_sharded:
             logprobs_M, _, _ = self._forward(self._rows([EMPTY_ROW]), needs_entropy=False)
             (logprobs_M.sum() * 0).backward()  # type: ignore[no-untyped-call]
 
     def _rows(self, rows: Sequence[TrainRow]) -> RowTensors:
         """A limit below the quantum is one: filling rows up beyond it would need the memory that there is not."""
-        return RowTensors(rows, self._device, quantum=min(self._quantum, self._passes.max_tokens or self._quantum))
+        return RowTensors(rows, self._device, quantum=min(self._quantum, self.passes.max_tokens or self._quantum))
 
     def _add(self, rows: Sequence[TrainRow]) -> None:
         if not any(row.loss_mask.any() for row in rows):
@@ -165,7 +165,7 @@ class Rank:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         """The current policy's log-probabilities of each row's trained tokens."""
-        found = self._passes.run(rows or [EMPTY_ROW], self._logprobs)
+        found = self.passes.run(rows or [EMPTY_ROW], self._logprobs)
         return [of_row for some in found for of_row in some] if rows else []
 
     def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
@@ -177,7 +177,7 @@ class Rank:
 
     def tally(self) -> StepTally:
         """This rank's counts since the last call."""
-        sums, limit = self._sums, self._passes.max_tokens
+        sums, limit = self._sums, self.passes.max_tokens
         self._sums = RunningSums()
         is_lower = limit != self._limit_reported
         self._limit_reported = limit

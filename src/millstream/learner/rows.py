@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millstream.errors import LearnerError
 from millstream.model.attention import Indices, Packed, on_device
-from millstream.types import TrainRow
+from millstream.types import Tokens, TrainRow
 
 MAX_FILLER = 512  # tokens of a filler sequence: attention over a longer one would cost time
 COLUMNS_PER_TOKEN = ("logprobs", "advantages", "reference", "proximal", "values", "returns")  # some are optional
@@ -77,16 +77,20 @@ def _filling(indices: Sequence[Indices], quantum: int) -> list[Indices]:
 
 def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:
     """The positions of each row's tokens when every distinct prompt is stored once, before the first row that has it."""
-    prompts: dict[bytes, Indices] = {}
+    return share_beginnings([(row.tokens, int(row.loss_mask.argmax())) for row in rows])  # 0: nothing is trained
+
+
+def share_beginnings(rows: Sequence[tuple[Tokens, int]]) -> list[Indices]:
+    """Of rows as their tokens and the length of the beginning that others may share."""
+    beginnings: dict[bytes, Indices] = {}
     indices: list[Indices] = []
     num_tokens = 0
-    for row in rows:
-        length = int(row.loss_mask.argmax())  # 0 where nothing is trained: nothing to share
-        key = row.tokens[:length].tobytes()
-        if key not in prompts:
-            prompts[key] = np.arange(num_tokens, num_tokens + length)
+    for tokens, length in rows:
+        key = tokens[:length].tobytes()
+        if key not in beginnings:
+            beginnings[key] = np.arange(num_tokens, num_tokens + length)
             num_tokens += length
-        end = num_tokens + len(row.tokens) - length
-        indices.append(np.concatenate([prompts[key], np.arange(num_tokens, end)]))
+        end = num_tokens + len(tokens) - length
+        indices.append(np.concatenate([beginnings[key], np.arange(num_tokens, end)]))
         num_tokens = end
     return indices

@@ -51,6 +51,7 @@ class TorchLearner:
         self.rank = Rank(*own, config, objective, num_steps=num_steps, is_fixed=is_fixed)
         self._guard = FiniteGuard(config.max_skipped_steps)
         self._log_ratios: HalfFloats = np.zeros(0, np.float16)
+        self._pass_tokens = config.pass_tokens
         self._thread = DaemonThreads("learner", most=1, within=self._working)
         self._stream = training_stream(model.device, gpu_share) if model.device.type == "cuda" else None
         if self._stream is not None:  # the model may still be in another stream

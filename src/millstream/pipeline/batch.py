@@ -179,7 +179,7 @@ class BatchTrainer:
         self._groups_per_mini_batch = groups_per_step // algorithm.mini_batches
         self._critic = critic
         self._proximal = proximal
-        self._packer = Packer(algorithm.micro_batch_tokens)
+        self._packer = Packer[TrainRow](algorithm.micro_batch_tokens)
         self._metrics: list[Metrics] = []
         self._num_trained = 0
         self._since_step: list[TakenGroup] = []

@@ -20,7 +20,7 @@ class CriticUpdates:
     def __init__(self, critic: Critic, micro_batch_tokens: int, context: RunContext) -> None:
         self._critic = critic
         self._context = context
-        self._packer = Packer(micro_batch_tokens)
+        self._packer = Packer[TrainRow](micro_batch_tokens)
         self._taken: asyncio.Queue[int | asyncio.Future[Metrics]] = asyncio.Queue()
         self._end: asyncio.Future[Metrics] | None = None
 

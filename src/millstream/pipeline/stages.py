@@ -63,7 +63,7 @@ async def _scored(stage: Stage, rows: Sequence[Row], context: RunContext) -> lis
 
 async def scores_of(rows: Sequence[TrainRow], stage: Stage, context: RunContext) -> list[Floats]:
     """In the order of the rows, micro-batch by micro-batch."""
-    packer = Packer(stage.micro_batch_tokens)
+    packer = Packer[TrainRow](stage.micro_batch_tokens)
     batches = [packer.add(row) for row in rows]
     scores: list[Floats] = []
     for batch in [*batches, packer.flush()]:

@@ -36,7 +36,7 @@ MIN_SHARED = 1e9
 MIN_FILES = 1024
 MIN_PROCESSES = 512
 TORCH_S = 120.0
-PORTS = {"serve": 8000, "serve-store": 7077}  # their defaults
+PORTS = {"serve": 8000, "serve-store": 7077, "serve-training": 8100}  # their defaults
 ASK_TORCH = """
 import json, torch
 gpus = [(torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -47,17 +47,24 @@ def error_response(status: int, message: str, headers: dict[str, str] | None = N
 
 class AccessControl:
     """ASGI middleware. `limit` counts waiting requests as well: each may hold a body in memory. `full` is the status of
-    requests beyond it."""
+    requests beyond it. Of several tokens any one is accepted."""
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, limit: int, refuse: Refuse = error_response, full: int = 503
+        self,
+        app: ASGIApp,
+        *,
+        token: str | Sequence[str] | None,
+        limit: int,
+        refuse: Refuse = error_response,
+        full: int = 503,
     ) -> None:
         self._app = app
         self._limit = limit
         self._num_requests = 0
         self._refusal = refuse
         self._full = full
-        self._token = None if token is None else token.encode()
+        tokens = [token] if isinstance(token, str) else token
+        self._tokens = None if tokens is None else [one.encode() for one in tokens]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -74,10 +81,9 @@ class AccessControl:
             self._num_requests -= 1
 
     def _check(self, headers: Headers) -> Response | None:
-        if self._token is not None:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.strip().encode(), self._token):
+        if self._tokens is not None:
+            given = given_token(headers).encode()
+            if not any(hmac.compare_digest(given, token) for token in self._tokens):
                 why = "expected the header 'Authorization: Bearer TOKEN' with this service's token"
                 return self._refusal(401, why, {"WWW-Authenticate": "Bearer"})
         elif "origin" in headers or not is_loopback(_name(headers.get("host", ""))):
@@ -87,6 +93,12 @@ class AccessControl:
             why = f"{self._limit} requests are being served, which is the limit: try again"
             return self._refusal(self._full, why, {"Retry-After": str(RETRY_AFTER_S)})
         return None
+
+
+def given_token(headers: Headers) -> str:
+    """What the client sent; empty: nothing."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return (given if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
 
 
 def _name(host: str) -> str:

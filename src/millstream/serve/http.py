@@ -40,7 +40,7 @@ class BodyReader:
         self._max_wait_s = max_wait_s
 
     async def read(self, request: Request, kind: type[B]) -> B:
-        body = await self._body(request)
+        body = await self.raw(request)
         sent_as = content_type_of(request)
         if not body:
             sent_as, body = JSON, b"{}"
@@ -54,7 +54,8 @@ class BodyReader:
             known = f". Known: {', '.join(kind.__struct_fields__)}" if "unknown field" in str(wrong) else ""
             raise HttpError(400, f"{request.method} {request.url.path}: {wrong}{known}") from wrong
 
-    async def _body(self, request: Request) -> bytes:
+    async def raw(self, request: Request) -> bytes:
+        """The bytes, within the limit. Raises `HttpError`."""
         limit, body = self._max_body_bytes, bytearray()
         length = request.headers.get("content-length", "0")
         is_too_long = length.isdecimal() and int(length) > limit

@@ -1,0 +1,116 @@
+"""Turns of the training service: between keys that train, and between samplers of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from millstream.engine import EngineStats, OnSampled
+from millstream.serve.training.models import KeyTurns
+from millstream.serve.training.sampling import TURN_REQUESTS, Sampler, TurnEngine, WeightsCache
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
+
+
+def test_a_key_with_many_models_and_requests_waits_as_one() -> None:
+    async def program() -> list[str]:
+        turns, order = KeyTurns(), list[str]()
+
+        async def request(owner: str) -> None:
+            async with turns.turn(owner):
+                order.append(owner)
+                await asyncio.sleep(0)
+
+        greedy = [asyncio.create_task(request("greedy")) for _ in range(50)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*greedy, *(request("other") for _ in range(3)))
+        return order
+
+    assert asyncio.run(program())[:7] == ["greedy", "other", "greedy", "other", "greedy", "other", "greedy"]
+
+
+class WeightEngine:
+    """Its only token is the weights that it has. See `millstream.engine.Engine`."""
+
+    name, slots, version = "weights", 4, 0
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+        self.num_running = 0
+
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        self.num_running += 1
+        before = self.loaded[-1]
+        for _ in range(request.seed % 5):
+            await asyncio.sleep(0)
+        self.num_running -= 1
+        return Completion(tokens=(before, self.loaded[-1]), logprobs=(0.0, 0.0), versions=(0, 0), finish=Finish.STOP)
+
+    async def load(self, version: int, weights: Weights) -> None:
+        assert not self.num_running, "weights are exchanged only when no request runs"
+        await asyncio.sleep(0)
+        self.loaded.append(weights["value"])
+
+    async def abort(self, key: RequestKey) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def close(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
+
+
+class NumberedWeights(WeightsCache):
+    def __init__(self) -> None: ...
+
+    async def get(self, sampler: Sampler) -> Weights:
+        if sampler.version == 9:
+            raise OSError("no such weights")
+        return {"value": sampler.version}
+
+
+def sampler(number: int) -> Sampler:
+    return Sampler(
+        id=f"s{number}", owner="a", session_id="s", model_id=None, path=None, shape=None, folder=None, version=number
+    )
+
+
+def sampled(numbers: Sequence[int], *, cancelled: Sequence[int] = ()) -> tuple[list[Any], WeightEngine]:
+    async def program() -> tuple[list[Any], WeightEngine]:
+        engine = WeightEngine()
+        turns = TurnEngine(engine, NumberedWeights())
+        tasks = []
+        for place, number in enumerate(numbers):
+            key = RequestKey(group_id=place, member=0)
+            request = Request(key=key, tokens=(1,), sampling=Sampling(max_tokens=2), seed=place)
+            tasks.append(asyncio.create_task(turns.generate(sampler(number), request)))
+        for place in cancelled:
+            await asyncio.sleep(0)
+            tasks[place].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True), engine
+
+    return asyncio.run(program())
+
+
+def test_every_token_is_from_the_weights_of_its_sampler() -> None:
+    numbers = [place * 7 % 4 for place in range(100)]
+    found, engine = sampled(numbers)
+    assert [one.tokens for one in found] == [(number, number) for number in numbers]
+    assert len(engine.loaded) == 4  # requests of one sampler run together
+
+
+def test_a_sampler_with_many_requests_lets_others_have_their_turn() -> None:
+    _, engine = sampled([0] * (2 * TURN_REQUESTS + 1) + [1])
+    assert engine.loaded == [0, 1, 0]
+
+
+def test_weights_that_are_gone_fail_their_requests_and_no_others() -> None:
+    found, _ = sampled([9, 0, 9, 1])
+    assert [type(one) for one in found] == [OSError, Completion, OSError, Completion]
+
+
+def test_a_cancelled_request_leaves_no_place_taken() -> None:
+    found, _ = sampled([0, 1, 0, 1, 2], cancelled=[0, 3, 1])
+    assert [type(one) for one in found] == [
+        asyncio.CancelledError, asyncio.CancelledError, Completion, asyncio.CancelledError, Completion
+    ]  # fmt: skip
