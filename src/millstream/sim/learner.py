@@ -70,7 +70,8 @@ class SimLearner:
         return [np.zeros(int(row.loss_mask.sum()), dtype=np.float32) for row in rows]
 
     async def weights(self) -> Weights:
-        await self._sharing.train(self._publish_s)
+        if self._publish_s:
+            await self._sharing.train(self._publish_s)
         return {"num_rows": self.num_rows}
 
     async def snapshot(self) -> SimSnapshot:
