@@ -156,7 +156,8 @@ def test_rewards_that_were_acknowledged_before_a_kill_are_trained_once(trained: 
             assert service.reward(service.session(), number % 2).status_code == 200
         assert service.process.wait(120) == 0
     assert audit(run_dir).is_clean, audit(run_dir)
-    assert len((run_dir / "sessions.jsonl").read_text().splitlines()) == 12
+    lines = (run_dir / "sessions.jsonl").read_text().splitlines()
+    assert len(lines) == 13 and lines[6] == '{"resumed_at":1}', "12 sessions, and where the second process began"
     assert sorted(trained_tasks(run_dir)) == sorted(f"session-{number}" for number in range(12))
 
 

@@ -18,7 +18,7 @@ from millstream.serve.openai.app import service_app
 from millstream.serve.openai.service import ModelServiceConfig, Served
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.sim.engine import SimEngine
-from millstream.types import Completion, Finish, Sampling
+from millstream.types import Completion, Finish, Sampling, Task
 from support.asgi import Answer, send
 
 
@@ -62,6 +62,25 @@ def test_a_journal_has_what_was_acknowledged_and_a_torn_line_is_cut_off(tmp_path
             journal_in(tmp_path / "other")
         await again.append(rollout(9))
         assert (await waiting).id == "session-4"
+
+    asyncio.run(program())
+
+
+def test_versions_that_any_crash_has_undone_count_as_the_one_that_was_resumed_from_in_every_later_process(
+    tmp_path: Path,
+) -> None:
+    async def program() -> None:
+        journal = journal_in(tmp_path)
+        await journal.append(rollout(7, 8))
+        journal = journal_in(tmp_path, version=5)
+        await journal.append(rollout(6, 9))
+        for version, expected in ((10, [{5}, {6, 9}]), (8, [{5}, {6, 8}]), (4, [{4}, {4}]), (20, [{4}, {4}])):
+            journal = journal_in(tmp_path, version)
+            assert len(journal) == 2
+            for number, versions in enumerate(expected):
+                task = Task(id=f"session-{number}", prompt="")
+                assert (await journal.read(task)).versions == versions
+                assert journal.oldest_version(task) == min(versions), "it starts where its tokens say"
 
     asyncio.run(program())
 

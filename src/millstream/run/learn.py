@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,10 @@ def learning_config(folder: RunFolder, changes: tuple[str, ...]) -> RunConfig:
     )
 
 
-def open_journal(run: ActiveRun) -> SessionJournal:
-    return SessionJournal(run.folder.path / JOURNAL, run.start_version, lambda *what: drop_session(run, *what))
+async def open_journal(run: ActiveRun) -> SessionJournal:
+    path, on_dropped = run.folder.path / JOURNAL, partial(drop_session, run)
+    opening = asyncio.to_thread(SessionJournal, path, run.start_version, on_dropped)
+    return await run.waits.on("the run", f"{JOURNAL} to be read", opening)
 
 
 def drop_session(run: ActiveRun, session: str, why: str) -> None:
@@ -93,7 +96,7 @@ async def serving(run: ActiveRun, router: Router, journal: SessionJournal) -> As
         max_parts=run.config.rollout.max_parts,
         admission=pipeline.admission,
         journal=journal,
-        on_dropped=lambda *what: drop_session(run, *what),
+        on_dropped=partial(drop_session, run),
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     listening = asyncio.create_task(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from millstream.serving.router import Router
 from millstream.types import Completion, Finish, Sampling, Task
 from millstream.types import Request as EngineRequest
 
+START = b'{"resumed_at":'
 FIRST_KEY = 1 << 40  # of requests of clients: groups in training have lower ids, evaluations negative ones
 Dropped = Callable[[str, str], None]  # a session, and why it is not trained
 
@@ -45,34 +47,56 @@ class RewardBody(Struct, forbid_unknown_fields=True, kw_only=True):
     reward: float
 
 
+class JournalStart(Struct, frozen=True):
+    """A line of the journal: a process has resumed the run at this version. Tokens of later versions in the sessions before it
+    count as sampled by this one: a crash has undone those versions, and the log-probabilities are those of the weights that
+    did sample them."""
+
+    resumed_at: int
+
+
 class SessionJournal:
-    """Rewarded sessions in a file, a line each. `version`: where this process begins. Tokens of later versions, which a crash
-    has undone, count as sampled by it: their log-probabilities are those of the weights that did it."""
+    """Rewarded sessions in a file, a line each. `version`: where this process begins. To be opened in a thread: it reads the
+    whole file."""
 
     def __init__(self, path: Path, version: int, on_dropped: Dropped) -> None:
         self._path = path
-        self._version = version
         self._on_dropped = on_dropped
-        self._ends = [0]  # of the lines, in bytes
+        self._begins: list[int] = []  # of the lines of sessions, in bytes
+        self._end = 0
         self._oldest: list[int] = []
+        self._starts: list[tuple[int, int]] = []  # the number of sessions before each process, and its first version
         self._more = asyncio.Event()
         self._writing = asyncio.Lock()
         path.touch()
-        whole = path.read_bytes().rpartition(b"\n")
-        os.truncate(path, len(whole[0] + whole[1]))  # a line that was cut by a crash was not acknowledged
-        for number, line in enumerate(whole[0].split(b"\n") if whole[1] else (), start=1):
-            try:
-                self._add(len(line) + 1, msgspec.json.decode(line, type=OutsideRollout))
-            except (msgspec.DecodeError, ValueError) as error:
-                raise DataError(f"{path}, line {number} is no rewarded session: {error}") from error
-        self._num_before = len(self._oldest)
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break  # cut by a crash: it was not acknowledged. The next line takes its place
+                try:
+                    self._read_line(line)
+                except (msgspec.DecodeError, ValueError) as error:
+                    raise DataError(f"{path}, line {number} is no rewarded session: {error}") from error
+        os.truncate(path, self._end)
+        if self._oldest:
+            start = msgspec.json.encode(JournalStart(version)) + b"\n"
+            self._write(start)
+            self._read_line(start)
+
+    def _read_line(self, line: bytes) -> None:
+        if line.startswith(START):
+            self._starts.append((len(self), msgspec.json.decode(line, type=JournalStart).resumed_at))
+            self._end += len(line)
+        else:
+            self._add(len(line), msgspec.json.decode(line, type=OutsideRollout))
 
     def __len__(self) -> int:
         return len(self._oldest)
 
     def _add(self, num_bytes: int, rollout: OutsideRollout) -> None:
-        self._ends.append(self._ends[-1] + num_bytes)
         self._oldest.append(min(rollout.versions))
+        self._begins.append(self._end)
+        self._end += num_bytes
         self._more.set()
 
     async def append(self, rollout: OutsideRollout) -> None:
@@ -84,8 +108,8 @@ class SessionJournal:
 
     def _write(self, line: bytes) -> None:
         with self._path.open("r+b") as file:
-            file.truncate(self._ends[-1])
-            file.seek(self._ends[-1])
+            file.truncate(self._end)
+            file.seek(self._end)
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -100,16 +124,21 @@ class SessionJournal:
             yield Task(id=f"session-{number}", prompt="")
 
     def oldest_version(self, task: Task) -> int:
-        return self._oldest[_number(task)]
+        number = _number(task)
+        return min(self._oldest[number], self._newest(number))
 
     async def read(self, task: Task) -> OutsideRollout:
         return await asyncio.to_thread(self._read, _number(task))
 
     def _read(self, number: int) -> OutsideRollout:
         with self._path.open("rb") as file:
-            file.seek(self._ends[number])
+            file.seek(self._begins[number])
             rollout = msgspec.json.decode(file.readline(), type=OutsideRollout)
-        return rollout if number >= self._num_before else _not_after(rollout, self._version)
+        return _not_after(rollout, self._newest(number))
+
+    def _newest(self, number: int) -> int:
+        """The newest version that counts as having sampled this session."""
+        return min((version for num_before, version in self._starts if number < num_before), default=sys.maxsize)
 
     def drop(self, task: Task, version: int) -> None:
         oldest = self.oldest_version(task)
