@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millstream.clock import RealClock
@@ -156,8 +159,14 @@ def test_rewards_are_kept_once_and_those_that_cannot_be_trained_are_refused_by_n
             b"{",
             b'{"reward": 1e999}',
             b"NaN",
+            {"reward": -1.1e6},
         ):
             assert (await reward(whole, body)).status == 400
+        for number in (math.nan, math.inf, -math.inf, 1e308):
+            packed = msgspec.msgpack.encode({"reward": number})
+            kind = {"content-type": "application/x-msgpack"}
+            found = await send(app, "POST", f"/v1/sessions/{whole}/reward", packed, kind)
+            assert found.status == 400 and f"reward is {number!r}" in found.json()["error"]["message"]
         for _ in range(50):
             assert (await reward(f"session-{rng.randbytes(16).hex()}", {"reward": 1})).status == 404
         assert (await reward(whole, {"reward": -2.5})).status == 200
@@ -179,8 +188,15 @@ def test_rewards_are_kept_once_and_those_that_cannot_be_trained_are_refused_by_n
     assert len((tmp_path / "sessions.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_reward_that_cannot_be_written_leaves_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_client_gone", [False, True])
+def test_a_reward_that_cannot_be_written_leaves_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_client_gone: bool
+) -> None:
+    is_writing, may_fail = threading.Event(), threading.Event()
+
     def full(*_: object) -> None:
+        is_writing.set()
+        may_fail.wait()
         raise OSError(28, "No space left on device")
 
     async def program() -> None:
@@ -190,9 +206,18 @@ def test_a_reward_that_cannot_be_written_leaves_the_session(tmp_path: Path, monk
         session_id = (await send(app, "POST", "/v1/sessions")).json()["id"]
         await send(app, "POST", "/v1/completions", {"prompt": "a", "session_id": session_id})
         monkeypatch.setattr("os.fsync", full)
-        found = await send(app, "POST", f"/v1/sessions/{session_id}/reward", {"reward": 1})
-        assert found.status == 503 and "No space left" in found.json()["error"]["message"]
+        rewarding = asyncio.create_task(send(app, "POST", f"/v1/sessions/{session_id}/reward", {"reward": 1}))
+        await asyncio.to_thread(is_writing.wait)
+        if is_client_gone:
+            rewarding.cancel()
+            await asyncio.gather(rewarding, return_exceptions=True)
+        may_fail.set()
+        if not is_client_gone:
+            found = await rewarding
+            assert found.status == 503 and "No space left" in found.json()["error"]["message"]
+        while (await send(app, "GET", f"/v1/sessions/{session_id}")).status != 200:
+            await asyncio.sleep(0)
         monkeypatch.undo()
         assert (await send(app, "POST", f"/v1/sessions/{session_id}/reward", {"reward": 1})).status == 200
 
-    asyncio.run(program())
+    asyncio.run(asyncio.wait_for(program(), 30))

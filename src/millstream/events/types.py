@@ -453,7 +453,7 @@ class Warned(Event, frozen=True, kw_only=True):
 
 
 class SessionDropped(Event, frozen=True, kw_only=True):
-    session: str  # the beginning of its id; of one that was rewarded, `session-NUMBER` by its place among those in `sessions.jsonl`
+    session: str  # the beginning of its id; of one that was rewarded, `session-NUMBER` by its place in `sessions.jsonl`
     why: str
 
 
