@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import Deadlock
-from millstream.events import GroupAdmitted, GroupLeft, RolloutEnded
+from millstream.events import GroupAdmitted, GroupLeft, GroupTaken, RolloutEnded, Stalled
 from millstream.pipeline.outside import OutsideEnvironment, OutsideRollout, OutsideTurn
 from millstream.pipeline.pipeline import Pipeline
+from millstream.pipeline.reschedule import Changed
 from millstream.serve.learn import SessionJournal
 from millstream.types import Completion, Fate, Finish, Task
-from support.simulated import World, check, simulate
+from support.simulated import Diary, World, check, simulate
 
 
 class Users:
@@ -106,3 +107,34 @@ def test_sessions_that_lost_versions_have_sampled_are_trained_within_the_bound_o
         simulate(world, outside=journal, environment=OutsideEnvironment(journal), on_pipeline=pipelines.append)
     assert pipelines[0].admission.version == 2
     assert journal.dropped == [f"session-{number}" for number in range(4, 8)]
+
+
+@pytest.mark.parametrize("are_superseded", [False, True])
+def test_sessions_that_wait_when_the_last_step_is_made_are_trained_by_a_resume_with_more_steps(
+    tmp_path: Path, are_superseded: bool
+) -> None:
+    trained, task_of, kept = list[str](), dict[int, str](), None
+    for steps in (4, 2, 4) if are_superseded else (2, 4):
+        journal, diary = Journal(tmp_path / "sessions", *([] if kept else [0] * 8)), Diary()
+        world = World(steps=steps, groups_per_step=2, group_size=1, max_lag=3, filter_zero_signal=False)
+        outcome = simulate(
+            world,
+            outside=journal,
+            environment=OutsideEnvironment(journal),
+            keeper=diary,
+            kept=kept,
+            changed=Changed(schedule=kept is not None),
+        )
+        assert len(journal) - outcome.pipeline.num_fed == 8 - 2 * steps and not journal.dropped
+        kept = diary.kept[1 if are_superseded and not trained else -1]
+        until = kept.standing.ledger.version
+        task_of |= {event.group_id: event.task_id for event in outcome.sink.of(GroupAdmitted)}
+        trained += [task_of[event.group_id] for event in outcome.sink.of(GroupTaken) if event.version < until]
+    assert sorted(trained) == [f"session-{number}" for number in range(8)]
+
+
+def test_waiting_for_users_is_no_stall() -> None:
+    users = Users(0, seconds=600.0, age=0)
+    world = World(steps=2, groups_per_step=1, group_size=1, filter_zero_signal=False)
+    outcome = simulate(world, outside=users, environment=OutsideEnvironment(users), on_pipeline=users.attach)
+    assert outcome.seconds > 60.0 and not outcome.sink.of(Stalled)

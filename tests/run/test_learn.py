@@ -168,6 +168,8 @@ def test_rewards_that_were_acknowledged_before_a_kill_are_trained_once(trained: 
         (["algorithm.advantage=turns"], 'algorithm.advantage = "turns"'),
         (["rollout.group_size=4"], "rollout.group_size = 4: a session has no others"),
         (["pipeline.max_lag=0.5"], "pipeline.max_lag = 0.5: rewards come later"),
+        (["pipeline.max_lag=2", "pipeline.overdue=restart"], 'pipeline.overdue = "restart"'),
+        (["pipeline.max_lag=2", "pipeline.surplus=abort", "pipeline.extra_groups=2"], 'pipeline.surplus = "abort"'),
         (["pipeline.rollouts_only=true"], "leave pipeline.rollouts_only"),
     ],
 )
