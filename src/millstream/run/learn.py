@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from msgspec import Struct, structs
@@ -16,6 +18,7 @@ from millstream.errors import ConfigError
 from millstream.events import SessionDropped
 from millstream.model.load import context_length
 from millstream.paths import program
+from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.active import ActiveRun
 from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder
@@ -121,3 +124,14 @@ async def serving(run: ActiveRun, router: Router, journal: SessionJournal) -> As
     finally:
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
+    if pipeline.admission.is_finished and (num_waiting := len(journal) - pipeline.num_fed):
+        run.warn(waiting_message(num_waiting, run.config.pipeline, run.folder.path))
+
+
+def waiting_message(num_sessions: int, config: PipelineConfig, folder: Path) -> str:
+    """Rewarded sessions that a run had no step left for."""
+    steps = config.steps + math.ceil(num_sessions / config.groups_per_step)
+    return (
+        f"the run has made its last step, and rewarded sessions wait in {JOURNAL}: {num_sessions}. To train them: "
+        f"{program()} serve {quote(str(folder))} --learn --set pipeline.steps={steps}"
+    )
