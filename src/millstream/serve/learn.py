@@ -237,15 +237,18 @@ class LearningService(ModelService):
         if why := self._why_not(session, rollout):
             self._on_dropped(session_id, why)
             raise BadRequest(f"the session is not trained, and has ended: {why}", "reward", status=409)
-        await asyncio.shield(self._keep(session_id, session, rollout))  # also if the client disconnects meanwhile
+        if why := await asyncio.shield(self._keep(session_id, session, rollout)):  # also if the client disconnects
+            raise BadRequest(f"the reward was not kept: {why}", status=503)
         return json_response({"id": session_id, "object": "session.reward", "reward": body.reward, "accepted": True})
 
-    async def _keep(self, session_id: str, session: Session, rollout: OutsideRollout) -> None:
+    async def _keep(self, session_id: str, session: Session, rollout: OutsideRollout) -> str:
+        """Why it was not kept: the session is then as before. Empty: it is on the disk."""
         try:
             await self._journal.append(rollout)
         except OSError as error:
             self._sessions.put_back(session_id, session)
-            raise BadRequest(f"the reward was not kept: {error.strerror or error}", status=503) from error
+            return error.strerror or str(error)
+        return ""
 
     async def end_session(self, request: Request) -> Response:
         response = await super().end_session(request)
