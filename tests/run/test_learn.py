@@ -19,11 +19,12 @@ from millstream.audit import audit
 from millstream.config import load
 from millstream.env.data import DataConfig
 from millstream.errors import ConfigError
-from millstream.events import GroupAdmitted, GroupLeft, SessionDropped
+from millstream.events import GroupAdmitted, GroupLeft, SessionDropped, Warned
 from millstream.events.sinks import read_events, read_history
+from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.check import check_combinations
 from millstream.run.config import ModelConfig, RunConfig, TinyConfig
-from millstream.run.learn import LearningEndpoint, check_endpoint
+from millstream.run.learn import LearningEndpoint, check_endpoint, waiting_message
 from millstream.serve.openai.service import ModelServiceConfig
 from millstream.types import Fate
 from support.commands import Command, run_command, start_command
@@ -156,8 +157,17 @@ def test_rewards_that_were_acknowledged_before_a_kill_are_trained_once(trained: 
             assert service.reward(service.session(), number % 2).status_code == 200
         assert service.process.wait(120) == 0
     assert audit(run_dir).is_clean, audit(run_dir)
-    assert len((run_dir / "sessions.jsonl").read_text().splitlines()) == 12
+    lines = (run_dir / "sessions.jsonl").read_text().splitlines()
+    assert len(lines) == 13 and lines[6] == '{"resumed_at":1}', "12 sessions, and where the second process began"
     assert sorted(trained_tasks(run_dir)) == sorted(f"session-{number}" for number in range(12))
+    with (run_dir / "sessions.jsonl").open("a") as journal:
+        journal.writelines(f"{line}\n" for line in lines[-6:])  # rewarded while the last step was made
+    with serving(serve(run_dir, pipeline__steps=4)) as service:
+        assert service.process.wait(120) == 0
+    assert audit(run_dir).is_clean, audit(run_dir)
+    assert len(trained_tasks(run_dir)) == len(set(trained_tasks(run_dir))) == 16
+    warned = [event.message for event in read_events(run_dir / "events.jsonl") if isinstance(event, Warned)]
+    assert any("wait in sessions.jsonl: 2. To train them" in message for message in warned)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +177,8 @@ def test_rewards_that_were_acknowledged_before_a_kill_are_trained_once(trained: 
         (["algorithm.advantage=turns"], 'algorithm.advantage = "turns"'),
         (["rollout.group_size=4"], "rollout.group_size = 4: a session has no others"),
         (["pipeline.max_lag=0.5"], "pipeline.max_lag = 0.5: rewards come later"),
+        (["pipeline.max_lag=2", "pipeline.overdue=restart"], 'pipeline.overdue = "restart"'),
+        (["pipeline.max_lag=2", "pipeline.surplus=abort", "pipeline.extra_groups=2"], 'pipeline.surplus = "abort"'),
         (["pipeline.rollouts_only=true"], "leave pipeline.rollouts_only"),
     ],
 )
@@ -174,6 +186,12 @@ def test_what_needs_groups_or_lockstep_is_refused_by_name(changes: list[str], me
     settings = [f"{key}={value}" for key, value in {**WITHOUT_GROUPS, "data.sessions": "true"}.items()]
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_combinations(load(ROOT / "recipes/demo.toml", RunConfig, [*settings, *changes]))
+
+
+def test_a_run_that_has_made_its_last_step_says_how_many_sessions_wait_and_what_trains_them() -> None:
+    message = waiting_message(5, PipelineConfig(steps=10, groups_per_step=4), Path("runs/a b"))
+    assert "wait in sessions.jsonl: 5. To train them" in message
+    assert message.endswith("serve 'runs/a b' --learn --set pipeline.steps=12")
 
 
 def test_nothing_learns_without_a_token_or_without_an_endpoint() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millstream.clock import RealClock
@@ -18,7 +21,7 @@ from millstream.serve.openai.app import service_app
 from millstream.serve.openai.service import ModelServiceConfig, Served
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.sim.engine import SimEngine
-from millstream.types import Completion, Finish, Sampling
+from millstream.types import Completion, Finish, Sampling, Task
 from support.asgi import Answer, send
 
 
@@ -62,6 +65,25 @@ def test_a_journal_has_what_was_acknowledged_and_a_torn_line_is_cut_off(tmp_path
             journal_in(tmp_path / "other")
         await again.append(rollout(9))
         assert (await waiting).id == "session-4"
+
+    asyncio.run(program())
+
+
+def test_versions_that_any_crash_has_undone_count_as_the_one_that_was_resumed_from_in_every_later_process(
+    tmp_path: Path,
+) -> None:
+    async def program() -> None:
+        journal = journal_in(tmp_path)
+        await journal.append(rollout(7, 8))
+        journal = journal_in(tmp_path, version=5)
+        await journal.append(rollout(6, 9))
+        for version, expected in ((10, [{5}, {6, 9}]), (8, [{5}, {6, 8}]), (4, [{4}, {4}]), (20, [{4}, {4}])):
+            journal = journal_in(tmp_path, version)
+            assert len(journal) == 2
+            for number, versions in enumerate(expected):
+                task = Task(id=f"session-{number}", prompt="")
+                assert (await journal.read(task)).versions == versions
+                assert journal.oldest_version(task) == min(versions), "it starts where its tokens say"
 
     asyncio.run(program())
 
@@ -137,8 +159,14 @@ def test_rewards_are_kept_once_and_those_that_cannot_be_trained_are_refused_by_n
             b"{",
             b'{"reward": 1e999}',
             b"NaN",
+            {"reward": -1.1e6},
         ):
             assert (await reward(whole, body)).status == 400
+        for number in (math.nan, math.inf, -math.inf, 1e308):
+            packed = msgspec.msgpack.encode({"reward": number})
+            kind = {"content-type": "application/x-msgpack"}
+            found = await send(app, "POST", f"/v1/sessions/{whole}/reward", packed, kind)
+            assert found.status == 400 and f"reward is {number!r}" in found.json()["error"]["message"]
         for _ in range(50):
             assert (await reward(f"session-{rng.randbytes(16).hex()}", {"reward": 1})).status == 404
         assert (await reward(whole, {"reward": -2.5})).status == 200
@@ -160,8 +188,15 @@ def test_rewards_are_kept_once_and_those_that_cannot_be_trained_are_refused_by_n
     assert len((tmp_path / "sessions.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_reward_that_cannot_be_written_leaves_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_client_gone", [False, True])
+def test_a_reward_that_cannot_be_written_leaves_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_client_gone: bool
+) -> None:
+    is_writing, may_fail = threading.Event(), threading.Event()
+
     def full(*_: object) -> None:
+        is_writing.set()
+        may_fail.wait()
         raise OSError(28, "No space left on device")
 
     async def program() -> None:
@@ -171,9 +206,18 @@ def test_a_reward_that_cannot_be_written_leaves_the_session(tmp_path: Path, monk
         session_id = (await send(app, "POST", "/v1/sessions")).json()["id"]
         await send(app, "POST", "/v1/completions", {"prompt": "a", "session_id": session_id})
         monkeypatch.setattr("os.fsync", full)
-        found = await send(app, "POST", f"/v1/sessions/{session_id}/reward", {"reward": 1})
-        assert found.status == 503 and "No space left" in found.json()["error"]["message"]
+        rewarding = asyncio.create_task(send(app, "POST", f"/v1/sessions/{session_id}/reward", {"reward": 1}))
+        await asyncio.to_thread(is_writing.wait)
+        if is_client_gone:
+            rewarding.cancel()
+            await asyncio.gather(rewarding, return_exceptions=True)
+        may_fail.set()
+        if not is_client_gone:
+            found = await rewarding
+            assert found.status == 503 and "No space left" in found.json()["error"]["message"]
+        while (await send(app, "GET", f"/v1/sessions/{session_id}")).status != 200:
+            await asyncio.sleep(0)
         monkeypatch.undo()
         assert (await send(app, "POST", f"/v1/sessions/{session_id}/reward", {"reward": 1})).status == 200
 
-    asyncio.run(program())
+    asyncio.run(asyncio.wait_for(program(), 30))

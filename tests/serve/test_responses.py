@@ -140,6 +140,24 @@ def solve(task, access):
 """
 
 
+TEAM = """
+from openai import OpenAI
+def solve(task, access):
+    client = OpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
+    for name in ("planner", "solver"):
+        first = client.responses.create(model=name, input=task.prompt)
+        client.responses.create(model=name, input="and?", previous_response_id=first.id)
+    return "4"
+"""
+
+
+def test_each_agent_of_a_program_continues_its_own_responses(tmp_path: Path) -> None:
+    (tmp_path / "team.py").write_text(TEAM)
+    result = play({"function": f"{tmp_path}/team.py:solve", "agents": ["planner", "solver"]}, Model("a", "b", "c", "d"))
+    assert result.failure is None, result.failure
+    assert [int(part.loss_mask.sum()) for part in result.parts] == [4, 4], "two answers in each agent's one part"
+
+
 def test_an_agent_of_this_api_is_one_part_token_for_token(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     model = Model(f"so: {CALL}", "4")

@@ -34,6 +34,7 @@ from millstream.events import (
 from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
 from millstream.events.sinks import MemorySink
 from millstream.learner import Learner, Snapshot
+from millstream.pipeline.outside import OutsideRollouts
 from millstream.pipeline.pipeline import (
     AfterStep,
     Algorithm,
@@ -246,12 +247,13 @@ def simulate(
     on_fleet: OnFleet | None = None,
     learner: Learner | None = None,
     critic: SimCritic | None = None,
+    outside: OutsideRollouts | None = None,
     rollouts: Callable[[MemorySink], RolloutSink] = lambda sink: NO_ROLLOUTS,
     **algorithm: object,
 ) -> Outcome:
     """Run to the end. Raises what stops the run: a `LagError`, a `Deadlock`, a `StallError`, ... With `on_fleet` engines are
-    replaced when they die, and that runs concurrently. `learner`, `critic` and fields of `Algorithm` replace the default ones."""
-    parts = _Replaced(learner, critic, rollouts, algorithm)
+    replaced when they die, and that runs concurrently. `learner`, `critic`, `outside` and fields of `Algorithm` replace the default ones."""
+    parts = _Replaced(learner, critic, outside, rollouts, algorithm)
     return run_virtual(
         _simulate(
             world, environment, num_tokens, after_step, on_pipeline, keeper, kept, changed, new_learner, on_fleet, parts
@@ -262,6 +264,7 @@ def simulate(
 class _Replaced(NamedTuple):
     learner: Learner | None
     critic: SimCritic | None
+    outside: OutsideRollouts | None
     rollouts: Callable[[MemorySink], RolloutSink]
     algorithm: Mapping[str, object]
 
@@ -370,6 +373,7 @@ async def _simulate(
         changed=changed,
         incarnation=1,
         router=None if fleet is None else fleet.router,
+        outside=replaced.outside,
     )
     on_pipeline(pipeline)
     beside = []

@@ -48,7 +48,7 @@ class GroupTaker:
     """Takes settled groups into the current batch.
 
     With a proximal policy, groups join the batch as they become complete, ahead of the learner, so that there is time to
-    score them."""
+    score them. `is_from_users`: groups come when users reward them, which may take any time."""
 
     def __init__(
         self,
@@ -59,10 +59,12 @@ class GroupTaker:
         finalizer: GroupFinalizer,
         critic: CriticUpdates | None,
         proximal: Proximal | None,
+        is_from_users: bool,
     ) -> None:
         self._context = context
         self._admission = admission
         self._policy = policy
+        self._is_from_users = is_from_users
         self._finalizer = finalizer
         self._critic = critic
         self._proximal = proximal
@@ -84,13 +86,20 @@ class GroupTaker:
             claim = self._claim()
             if claim is None:
                 return None
-            return await self._take(self._context.waits.on("train", "a complete group", claim, deadline=False))
+            return await self._take(self._wait(claim))
         self._is_learner_waiting = self._ahead.empty()
         if self._is_learner_waiting:
             self._context.store.wake()  # the policy is asked again, and may restart groups that are overdue
-        taken = await self._context.waits.on("train", "a complete group", self._ahead.get(), deadline=False)
+        taken = await self._wait(self._ahead.get())
         self._is_learner_waiting = False
         return taken
+
+    async def _wait(self, group: Awaitable[T]) -> T:
+        waits, wait = self._context.waits, ("train", "a complete group")
+        if not self._is_from_users:
+            return await waits.on(*wait, group, deadline=False)
+        with waits.idle(*wait):
+            return await group
 
     async def _take_ahead(self) -> None:
         """Consumes settled groups. Produces the groups of one batch, in a queue. Waits as `next` does."""

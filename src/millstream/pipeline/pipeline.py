@@ -157,6 +157,7 @@ class Pipeline:
             finalizer=self._finalizer,
             critic=self._critic,
             proximal=self._proximal,
+            is_from_users=self._outside is not None,
         )
 
     def _build_batch(self, algorithm: Algorithm) -> BatchTrainer:
@@ -271,6 +272,11 @@ class Pipeline:
         await self._finalizer.end_if_drained()
         self._context.notifier.notify()
 
+    @property
+    def num_fed(self) -> int:
+        """Prompts that were admitted or dropped; the others wait."""
+        return self._context.next_prompt - len(self._context.to_feed)
+
     async def _room_for(self, task: Task) -> int:
         """The version that its group starts at, as soon as there is room. `TOO_OLD`: a rollout from outside that is dropped."""
         until, outside = self._context.notifier.until, self._outside
@@ -297,14 +303,15 @@ class Pipeline:
         again: list[tuple[int, int, Task]] = []
         async for prompt, (epoch, task) in self._numbered():
             if prompt >= self._context.next_prompt:
-                for one in again:
-                    yield one
-                again = []
                 yield prompt, epoch, task
             elif prompt in self._context.to_feed:
                 again.append((prompt, epoch, task))
             else:  # it was admitted before the checkpoint
                 self._resumption.take_up(prompt, task)
+            if prompt + 1 >= self._context.next_prompt:  # before the next task is waited for
+                for one in again:
+                    yield one
+                again = []
         for one in again:
             yield one
 

@@ -149,6 +149,11 @@ def _check_sessions(config: RunConfig) -> None:
         raise ConfigError(
             f"{what}, and pipeline.max_lag = {config.pipeline.max_lag:g}: rewards come later. Set it to 1 or more"
         )
+    if config.pipeline.overdue != "wait" or config.pipeline.surplus != "carry_over":
+        raise ConfigError(
+            f'{what}, and pipeline.overdue = "{config.pipeline.overdue}", pipeline.surplus = "{config.pipeline.surplus}": a '
+            'session that was rewarded is neither generated again nor thrown away. Set "wait" and "carry_over"'
+        )
     if (
         config.pipeline.rollouts_only
         or config.data.rollouts is not None

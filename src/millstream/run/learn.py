@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from msgspec import Struct, structs
@@ -15,6 +18,7 @@ from millstream.errors import ConfigError
 from millstream.events import SessionDropped
 from millstream.model.load import context_length
 from millstream.paths import program
+from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.active import ActiveRun
 from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder
@@ -62,8 +66,10 @@ def learning_config(folder: RunFolder, changes: tuple[str, ...]) -> RunConfig:
     )
 
 
-def open_journal(run: ActiveRun) -> SessionJournal:
-    return SessionJournal(run.folder.path / JOURNAL, run.start_version, lambda *what: drop_session(run, *what))
+async def open_journal(run: ActiveRun) -> SessionJournal:
+    path, on_dropped = run.folder.path / JOURNAL, partial(drop_session, run)
+    opening = asyncio.to_thread(SessionJournal, path, run.start_version, on_dropped)
+    return await run.waits.on("the run", f"{JOURNAL} to be read", opening)
 
 
 def drop_session(run: ActiveRun, session: str, why: str) -> None:
@@ -93,7 +99,7 @@ async def serving(run: ActiveRun, router: Router, journal: SessionJournal) -> As
         max_parts=run.config.rollout.max_parts,
         admission=pipeline.admission,
         journal=journal,
-        on_dropped=lambda *what: drop_session(run, *what),
+        on_dropped=partial(drop_session, run),
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     listening = asyncio.create_task(
@@ -118,3 +124,14 @@ async def serving(run: ActiveRun, router: Router, journal: SessionJournal) -> As
     finally:
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
+    if pipeline.admission.is_finished and (num_waiting := len(journal) - pipeline.num_fed):
+        run.warn(waiting_message(num_waiting, run.config.pipeline, run.folder.path))
+
+
+def waiting_message(num_sessions: int, config: PipelineConfig, folder: Path) -> str:
+    """Rewarded sessions that a run had no step left for."""
+    steps = config.steps + math.ceil(num_sessions / config.groups_per_step)
+    return (
+        f"the run has made its last step, and rewarded sessions wait in {JOURNAL}: {num_sessions}. To train them: "
+        f"{program()} serve {quote(str(folder))} --learn --set pipeline.steps={steps}"
+    )

@@ -349,7 +349,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     await run.waits.on(OWNER, f"version {run.start_version} to be published", publishing)
     state = None if run.found is None else run.found.pipeline_state()
     recorded = await asyncio.to_thread(recorded_batches, prepared.written)
-    journal = open_journal(run) if config.data.sessions else None
+    journal = await open_journal(run) if config.data.sessions else None
     parts = Parts(
         engines=fleet.router.engines,
         environment=prepared.environment if journal is None else OutsideEnvironment(journal),

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from msgspec import structs
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -25,7 +24,7 @@ from millstream.errors import EnvironmentFailed, RequestRefused, RolloutError
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.app import service_app
-from millstream.serve.openai.request_schema import BadRequest, CompletionRequest
+from millstream.serve.openai.request_schema import BadRequest
 from millstream.serve.openai.service import Generation, ModelService, ModelServiceConfig, Served
 from millstream.serve.openai.sessions import SessionLimits, SessionPart, Turn
 from millstream.types import Completion, Sampled, TurnLimits
@@ -204,20 +203,14 @@ class AgentGateway(ModelService):
             why = f"no model {name[:64]!r} here: expected {' or '.join(map(repr, self._names))}"
             raise BadRequest(why, "model", status=404, code="model_not_found")
 
-    def _session_id(self, request: Request) -> str:
-        """The key, as OpenAI's clients send it, or Anthropic's."""
+    def _session_id(self, request: Request, model: str | None) -> str:
+        """That of the agent that the call names as its model: agents do not continue each other's parts. The key is that of
+        the rollout, as OpenAI's clients send it, or Anthropic's."""
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").partition(" ")[2].strip()
         if key not in self._agents:
             raise BadRequest("no rollout has this key, or it has ended", status=401)
-        return key
-
-    async def _tokenize(self, call: CompletionRequest) -> Generation:
-        """In the session of the agent that the call names as its model: agents do not continue each other's parts."""
-        session = self._agents.get(call.session_id or "")
-        if session is None:
-            raise BadRequest(ENDED, status=401)
-        agent = 0 if call.model is None else self._names.index(call.model)
-        return await super()._tokenize(structs.replace(call, session_id=session.ids[agent]))
+        self._check_model(model)
+        return self._agents[key].ids[0 if model is None else self._names.index(model)]
 
     async def _generate(
         self, generation: Generation, request: EngineRequest, on_sampled: Callable[[Sampled], None]

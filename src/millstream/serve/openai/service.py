@@ -182,17 +182,19 @@ class ModelService:
     async def respond(self, request: Request) -> Response:
         """OpenAI's Responses API."""
         body: ResponsesBody = await self._bodies.read(request, ResponsesBody)
-        session_id, response_id, model = self._session_id(request), new_response_id(), self._served.name
+        session_id, response_id = self._session_id(request, body.model), new_response_id()
         before = self._sessions.messages_until(session_id, body.previous_response_id)
         parsed = parse_responses(body, before, session_id=session_id, response_id=response_id)
         return await self._respond(
-            request, parsed, lambda prompts: ResponsesWriter(body, prompts[0], model=model, response_id=response_id)
+            request,
+            parsed,
+            lambda prompts: ResponsesWriter(body, prompts[0], model=self._served.name, response_id=response_id),
         )
 
     async def message(self, request: Request) -> Response:
         """Anthropic's Messages API."""
         body: MessagesBody = await self._bodies.read(request, MessagesBody)
-        parsed = parse_messages(body, session_id=self._session_id(request))
+        parsed = parse_messages(body, session_id=self._session_id(request, body.model))
         return await self._respond(request, parsed, lambda prompts: MessageWriter(prompts[0], model=self._served.name))
 
     async def begin_session(self, request: Request) -> Response:
@@ -255,7 +257,7 @@ class ModelService:
     async def _answer(self, request: Request, kind: type[B]) -> Response:
         body: CompletionFields = await self._bodies.read(request, kind)
         assert isinstance(body, CompletionBody | ChatBody)
-        parsed = parse_request(body, session_id=self._session_id(request))
+        parsed = parse_request(body, session_id=self._session_id(request, body.model))
         served = self._served
         return await self._respond(
             request, parsed, lambda prompts: ResponseWriter(parsed, prompts, model=served.name, text=served.text)
@@ -271,7 +273,7 @@ class ModelService:
         answers = await until_disconnect(request, self._all(generation))
         return json_response(writer.whole(((answer.whole(), finish) for answer, finish in answers), scores))
 
-    def _session_id(self, request: Request) -> str | None:
+    def _session_id(self, request: Request, model: str | None) -> str | None:
         return request.headers.get("x-session-id")
 
     async def _scores(self, generation: Generation) -> list[PromptScores] | None:
