@@ -1,7 +1,6 @@
 """The typed events of a run: written to disk first; the terminal, the trace and the summary read the same stream.
 
-Every group is recorded: its admission, the start and end of each rollout, its fate. `at` is the run's clock in seconds.
-An event is encoded as one JSON object with its name under `kind`; in a file each has a number, `seq`, in the order of writing.
+An event is one JSON object with its name under `kind` and its number in the file under `seq`. `at`: the run's clock in seconds.
 
 Crashes and resumes. A run that is resumed appends to the same file, beginning with `Resumed`: of the events before it, only
 those up to `from_seq` belong to the history behind the weights; the rest was undone by the crash (`sinks.read_history`).

@@ -6,7 +6,7 @@ learner_keep for the share in which an engine decoded. Least squares, no paramet
 linearized model. A parameter is *uncertain* if its standard error is above `UNCERTAIN` of its value, if the run has too few
 spans, or if it came out as 0.
 
-On a CPU engines, learner and driver compete for its cores, and nobody has recorded who had one when. There the costs are those
+On a CPU engines, learner and driver compete for its cores, and the events do not say which of them had one. There the costs are those
 of the spans that nothing disturbed (`fit_alone`), and `cores` is the number with which the simulated run is as fast as the real
 one.
 """
@@ -168,7 +168,7 @@ def _sim_config(value: Mapping[str, float], events: Sequence[Event], run_dir: Pa
 
 
 def _cores(settled: Sequence[Event], config: RunConfig, sim: SimConfig) -> float | None:
-    """With which the simulated run is as fast as the real one. None: it is slower even if everybody has a core."""
+    """With which the simulated run is as fast as the real one. None: it is slower even if each has a core."""
     config = structs.replace(
         config, pipeline=structs.replace(config.pipeline, steps=min(config.pipeline.steps, MATCHED_STEPS))
     )
@@ -267,7 +267,7 @@ def _training(events: Sequence[Event], ranks: int, run_dir: Path, *, is_on_cpu: 
     columns, seconds = np.array([[float(span.num_tokens)] for span in passes]), np.array([s.seconds for s in passes])
     fit = fit_alone(columns, seconds) if is_on_cpu else fit_costs(columns, seconds, shares)
     keep = _ratio("learner_keep", fit.ratio, fit.ratio_error, shares, "an engine decoded")
-    if keep.why and slowdown.value > 1 and not slowdown.why:  # they share a GPU, and nobody saw the learner alone
+    if keep.why and slowdown.value > 1 and not slowdown.why:  # they share a GPU, and the learner was never alone
         fit = fit_with(columns, seconds, shares, 1 / (known := gpu_table().efficiency.learner_keep))
         keep = Fitted(
             name="learner_keep", value=fit.ratio, error=None, why=f"{keep.why}; {known:g} was measured elsewhere"

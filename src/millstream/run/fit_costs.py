@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 MAX_RATIO = 16.0  # of a slowdown; the search for it ends there
 ROUNDS = 5
-UNDISTURBED = 0.1  # of the spans: so many are taken to have had the device for themselves
+UNDISTURBED = 0.1  # of the spans: these are taken to have had the device for themselves
 MIN_EXPECTED = 1e-3  # of the mean seconds of a span
 
 

@@ -29,7 +29,7 @@ class Sharing:
 
     @property
     def _speed(self) -> float:
-        """That everybody has, by the number of cores."""
+        """Of each of them, by the number of cores."""
         num_busy = self._is_training + self._is_driving + len(self._decoding)
         return 1.0 if self._cores is None else min(1.0, self._cores / max(1, num_busy))
 
