@@ -319,8 +319,8 @@ def _paths(kind: type[Struct], place: str = "") -> Iterator[str]:
 
 
 def _suggest(key: str, fields: Mapping[str, Any], paths: Sequence[str]) -> str:
-    """What another trainer's name is called here, a key of this table that adds a unit, a key of that name in another table, one
-    of nearly that name in this table, or all of this table."""
+    """What another trainer's name is called here, a key of this table that adds a unit, a key of that name in another table,
+    one of nearly that name in this table, or all of this table."""
     meant = OTHER_NAMES.get(key, key)
     for name in (meant, *(f"{meant}_{unit}" for unit in UNITS)):
         if name in fields:

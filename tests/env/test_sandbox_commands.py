@@ -128,6 +128,33 @@ def test_a_snapshot_of_a_folder_that_a_process_writes_is_whole() -> None:
     run(program)
 
 
+FORGER = """
+import os
+while True:
+    for name in os.listdir('/proc'):
+        if name.isdecimal() and int(name) not in (1, os.getpid()):
+            try:
+                file = os.open(f'/proc/{name}/fd/1', os.O_WRONLY | os.O_NONBLOCK)
+                os.write(file, b'forged')
+                os.close(file)
+            except OSError: pass
+"""
+
+
+def test_what_a_process_in_the_background_prints_into_other_commands_ends_with_a_start_from_a_snapshot() -> None:
+    async def program(sandbox: WalledSandbox) -> None:
+        await sandbox.write("forger.py", FORGER.encode())
+        await sandbox.write("data", bytes(4 << 20))
+        await sandbox.exec("python forger.py >/dev/null 2>&1 &")
+        while b"forged" not in (await sandbox.exec("sleep 0.2")).output:
+            pass
+        assert await sandbox.read("data") == bytes(4 << 20)
+        await sandbox.start(await sandbox.snapshot())
+        assert (await sandbox.exec("sleep 0.2; ls")).output == b"data\nforger.py\n"
+
+    run(program)
+
+
 def test_a_snapshot_of_folders_that_are_too_deep_fails_by_name() -> None:
     deep = "import os\nfor n in range(1500): os.mkdir('d'); os.chdir('d')"
 
