@@ -36,6 +36,7 @@ REFUSED = {
 }
 REFUSED["top_k"] = REFUSED["min_p"] = REFUSED["top_p"]
 
+UNITS = ("s", "mb", "kb")  # at the end of the names of keys
 OTHER_NAMES = {
     "beta": "kl_coefficient",
     "gae_lambda": "trace",
@@ -318,11 +319,12 @@ def _paths(kind: type[Struct], place: str = "") -> Iterator[str]:
 
 
 def _suggest(key: str, fields: Mapping[str, Any], paths: Sequence[str]) -> str:
-    """What another trainer's name is called here, a key of that name in another table, one of nearly that name in this table,
-    or all of this table."""
+    """What another trainer's name is called here, a key of this table that adds a unit, a key of that name in another table,
+    one of nearly that name in this table, or all of this table."""
     meant = OTHER_NAMES.get(key, key)
-    if meant in fields:
-        return f". Did you mean {meant}?"
+    for name in (meant, *(f"{meant}_{unit}" for unit in UNITS)):
+        if name in fields:
+            return f". Did you mean {name}?"
     if elsewhere := [path for path in paths if path.endswith(f".{meant}")]:
         return f". Did you mean {' or '.join(elsewhere)}?"
     near = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)

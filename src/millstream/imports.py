@@ -32,6 +32,12 @@ def load_function(name: str) -> Any:
     return function
 
 
+def defined_in(module_name: str) -> dict[str, Any]:
+    """What a file or module defines itself, by name. Raises `ConfigError`."""
+    module = _module_from(module_name)
+    return {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+
+
 def absolute(name: str) -> str:
     """The same name, good from every folder."""
     module, colon, function = name.rpartition(":")

@@ -25,7 +25,7 @@ def test_the_environment_of_the_docs_scores_files(tmp_path: Path, monkeypatch: p
     assert convert(CONFIG, EnvironmentConfig, where="environment").sandbox == SandboxConfig()
     config = {"use": "fix.py:Fix", **CONFIG}
     task = Task(id="1", prompt="p", data={"files": {"test.py": "import f"}, "setup": "mkdir src"})
-    assert play(config, calling("edit", command="create", path="f.py", text="x = 1"), "done", task=task)[0] == 1.0
+    assert play(config, calling("edit", command="create", path="add.py", text="print(35)"), "done", task=task)[0] == 1.0
     assert play(config, "done", task=task)[0] == 0.0
 
 

@@ -14,6 +14,7 @@ from millstream.cli.main import app
 from millstream.env.bytes_text import ByteText
 from millstream.env.config import EnvironmentConfig
 from millstream.env.resolve import find_environment
+from millstream.errors import ConfigError
 from millstream.run.env_check import NOTES, WHAT_TO_DO, EnvironmentReport, check_environment
 from millstream.types import Message
 
@@ -165,6 +166,12 @@ def test_a_config_gives_environments_data_and_rewards(tmp_path: Path) -> None:
 def test_what_cannot_be_checked_says_what_to_type(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["env", "check", *arguments])
     assert result.exit_code == 1 and message in " ".join(result.output.split())
+
+
+def test_a_file_without_a_name_in_it_says_which_names_it_has(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(BEGIN + "\nasync def chat(context): ...\ndef helper(): ...\n")
+    with pytest.raises(ConfigError, match=r"use \S+/game\.py:Game or \S+/game\.py:chat$"):
+        find_environment(EnvironmentConfig(use=str(tmp_path / "game.py")))
 
 
 def test_a_tokenizer_of_bytes_gives_back_what_it_got() -> None:

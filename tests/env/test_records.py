@@ -78,6 +78,12 @@ def test_a_role_of_one_s_own_is_passed_to_the_template_and_refused_where_that_wo
     two_roles = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(DataError, match=r"the role 'critic' \(usual: system, user, assistant, tool\), and .* does not"):
         text_with(two_roles).render(task.prompt)
+    alone = task.prompt[:1]
+    assert "critic\nWhy?" in text_with(CHATML).render(alone)
+    with pytest.raises(DataError, match="the role 'critic'"):
+        text_with(two_roles).render(alone)
+    with pytest.raises(DataError, match="without a message"):
+        text_with(CHATML).render([])
 
 
 def test_parts_of_text_are_joined_and_empty_columns_of_media_are_none() -> None:

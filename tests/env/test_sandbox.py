@@ -100,7 +100,21 @@ def test_a_memory_hog_gets_a_memory_error(walls: Walls) -> None:
 
 
 def test_memory_that_address_space_does_not_count_cannot_be_had(walls: Walls) -> None:
-    assert "PermissionError" in run(walls, "import os\nos.memfd_create('x')").errors
+    for program in ("import os\nos.memfd_create('x')", "import mmap\nmmap.mmap(-1, 4096)"):
+        assert "PermissionError" in run(walls, program).errors
+    if walls != "none":
+        zeros = (
+            "import mmap, os\nfile = os.open('/dev/zero', os.O_RDWR)\nprint(os.read(file, 2))\nmmap.mmap(file, 4096)"
+        )
+        ran = run(walls, zeros)
+        assert ran.output == "b'\\x00\\x00'\n" and "OSError: [Errno 19]" in ran.errors
+
+
+def test_an_interrupt_of_the_first_process_ends_nothing(walls: Walls) -> None:
+    if walls == "none":
+        pytest.skip("without a namespace the first process is that of the machine")
+    ran = run(walls, "import os, time\ntry: os.kill(1, 2)\nexcept OSError: pass\ntime.sleep(0.3)\nprint('alive')")
+    assert (ran.how, ran.output) == ("ended", "alive\n")
 
 
 def test_one_large_file_and_many_small_ones_both_meet_an_end(walls: Walls) -> None:

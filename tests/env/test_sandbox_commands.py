@@ -128,6 +128,66 @@ def test_a_snapshot_of_a_folder_that_a_process_writes_is_whole() -> None:
     run(program)
 
 
+FORGER = """
+import os
+while True:
+    for name in os.listdir('/proc'):
+        if name.isdecimal() and int(name) not in (1, os.getpid()):
+            try:
+                file = os.open(f'/proc/{name}/fd/1', os.O_WRONLY | os.O_NONBLOCK)
+                os.write(file, b'forged')
+                os.close(file)
+            except OSError: pass
+"""
+
+
+def test_what_a_process_in_the_background_prints_into_other_commands_ends_with_a_start_from_a_snapshot() -> None:
+    async def program(sandbox: WalledSandbox) -> None:
+        await sandbox.write("forger.py", FORGER.encode())
+        await sandbox.write("data", bytes(4 << 20))
+        await sandbox.exec("python forger.py >/dev/null 2>&1 &")
+        while b"forged" not in (await sandbox.exec("sleep 0.2")).output:
+            pass
+        assert await sandbox.read("data") == bytes(4 << 20)
+        await sandbox.start(await sandbox.snapshot())
+        assert (await sandbox.exec("sleep 0.2; ls")).output == b"data\nforger.py\n"
+
+    run(program)
+
+
+def test_a_snapshot_of_folders_that_are_too_deep_fails_by_name() -> None:
+    deep = "import os\nfor n in range(1500): os.mkdir('d'); os.chdir('d')"
+
+    async def program(sandbox: WalledSandbox) -> None:
+        assert (await sandbox.exec(f'python -c "{deep}"')).code == 0
+        with pytest.raises(OSError, match="too long"):
+            await sandbox.snapshot()
+        with pytest.raises(OSError, match="too long"):
+            await sandbox.write("p" * 5_000_000, b"")
+        await sandbox.start()
+        assert (await sandbox.exec("ls -A")).output == b""
+
+    run(program)
+
+
+def test_a_process_whose_parent_has_ended_is_reaped_while_the_command_runs() -> None:
+    orphan = "sh -c 'true & echo $! > id'; while test -d /proc/$(cat id); do sleep 0.05; done"
+    done: Executed = run(lambda sandbox: sandbox.exec(orphan, timeout_s=20.0))
+    assert (done.how, done.code) == ("ended", 0), done
+
+
+def test_a_command_that_has_ended_and_printed_too_much_leaves_no_process() -> None:
+    async def program(sandbox: WalledSandbox) -> None:
+        running = asyncio.create_task(sandbox.exec("sleep 50 >/dev/null 2>&1 & head -c 2000 /dev/zero"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251  it ends before anything is read
+        assert (await running).how == "output"
+        assert (await sandbox.exec("cat /proc/[0-9]*/comm | grep sleep")).output == b""
+
+    run(program, structs.replace(LIMITS, output_bytes=1000))
+
+
 # ---- escapes ---------------------------------------------------------------------------------------------------------------
 
 ESCAPES = {
@@ -136,7 +196,7 @@ ESCAPES = {
     "leave by a process": "ls /proc/1/root/ /proc/1/cwd/ || cat /proc/1/environ || ls -l /proc/1/fd",
     "read our variables": "cat /proc/*/environ | tr '\\0' '\\n' | grep SECRET_OF_THE_TEST || env | grep SECRET_OF_THE_TEST",
     "signal our process": "kill -0 PID || kill -9 PID",
-    "signal its first process": "kill -9 1; kill -STOP 1; kill -TERM 1; ! test -d /proc/1",
+    "signal its first process": "kill -INT 1; sleep 0.2; kill -9 1; kill -STOP 1; kill -TERM 1; ! test -d /proc/1",
     "reach our server": "exec 3<>/dev/tcp/127.0.0.1/PORT",
     "reach a socket of our machine": "python -c 'import socket; socket.socket(socket.AF_UNIX).connect(\"\\0x\")'",
     "mount": "mount -t tmpfs none /scratch || unshare -Urm true || unshare -n true",

@@ -132,7 +132,7 @@ def test_a_container_that_is_removed_meanwhile_is_lost_by_name(docker: Path) -> 
     [
         ({"use": "chroot"}, "expected walls, docker, podman, or a class of your own"),
         ({"use": "podman", "args": {"image": "i"}}, "there is no program 'podman' in PATH"),
-        ({"use": "docker"}, "image"),
+        ({"use": "docker"}, 'needs an image: .* args = { image = "python:3.12-slim" }'),
         ({"args": {"image": "i"}}, "image"),
         ({"use": "asyncio:Lock"}, "Lock"),
         ({"use": "no_module:Cloud"}, "cannot import no_module"),

@@ -102,7 +102,7 @@ SHARED = """
 import mmap, os, time
 maps = []
 for _ in range(3):
-    maps.append(mmap.mmap(-1, 40 << 20))
+    maps.append(mmap.mmap(-1, 40 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     maps[-1].write(b"x" * (40 << 20))
 for _ in range(6):
     if os.fork() == 0:

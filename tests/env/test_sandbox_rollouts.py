@@ -131,6 +131,20 @@ def test_output_and_files_that_are_no_text_are_shown_or_refused_and_never_change
     pooled(SandboxConfig(ahead=0), program)
 
 
+def test_only_a_newline_ends_a_line_of_a_file() -> None:
+    async def program(pool: SandboxPool) -> None:
+        tools = configured_tools(["edit"])
+        sandbox = await pool.take(Task(id="1", prompt="p"))
+        await sandbox.write("a", "1\n\f2\u20282\r\n3\n".encode())
+        inserted = {"command": "insert", "path": "a", "line": 2, "text": "new"}
+        assert await tools.run(ToolCall(name="edit", arguments=inserted), sandbox) == "a has 4 lines."
+        assert (await sandbox.read("a")).decode() == "1\n\f2\u20282\r\nnew\n3\n"
+        viewed = await tools.run(ToolCall(name="edit", arguments={"command": "view", "path": "a", "line": 3}), sandbox)
+        assert viewed == "     3\tnew\n     4\t3"
+
+    pooled(SandboxConfig(use=OWN, ahead=0), program)
+
+
 def test_a_command_past_the_limit_of_its_tool_is_stopped_and_the_model_sees_it() -> None:
     tools = [{"function": "bash", "timeout_s": 0.5, "max_characters": 40}]
     hang, many = calling("bash", command="sleep 60"), calling("bash", command="seq 100")
@@ -233,6 +247,37 @@ def test_members_of_a_group_start_with_copies_of_files_that_were_prepared_once()
             await pool.give_back(one)
 
     pooled(SandboxConfig(setup=setup, ahead=2), program)
+
+
+def test_tasks_of_two_data_sets_with_the_same_id_get_files_of_their_own() -> None:
+    async def program(pool: SandboxPool) -> None:
+        for text in ("of training", "of the evaluation"):
+            sandbox = await pool.take(Task(id="1", prompt="p", data={"files": {"a": text}}))
+            assert await sandbox.read("a") == text.encode()
+            await pool.give_back(sandbox)
+
+    pooled(SandboxConfig(ahead=0), program)
+
+
+class CountsSetups(Memory):
+    num_setups: ClassVar[int] = 0
+
+    async def exec(self, command: str, *, timeout_s: float | None = None) -> Executed:
+        CountsSetups.num_setups += 1
+        return await super().exec(command)
+
+
+def test_a_second_attempt_at_a_setup_is_one_for_all_who_wait() -> None:
+    async def program(pool: SandboxPool) -> None:
+        async def take_twice() -> None:
+            for _ in range(2):
+                with pytest.raises(EnvironmentFailed):
+                    await pool.take(Task(id="1", prompt="p", data={"setup": "fail"}))
+
+        await asyncio.gather(take_twice(), take_twice(), take_twice())
+
+    pooled(SandboxConfig(use=f"{__name__}:CountsSetups", ahead=0), program)
+    assert CountsSetups.num_setups == 2
 
 
 @pytest.mark.parametrize(

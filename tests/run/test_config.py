@@ -78,6 +78,7 @@ def written(tmp_path: Path, text: str) -> Path:
         ),
         ("= 3", "is not TOML"),
         ("[reward]\nfunction = 'f'", r"reward is a list of tables, each a \[\[reward\]\] with two brackets"),
+        ("[[environment]]\n[environment.sandbox]\nmemory = 5", r"sandbox\.memory\. Did you mean memory_mb\?"),
         ("[learner]\nlr = 1e-5", r"unknown key learner\.lr\. Did you mean learning_rate\?"),
         ("[rollout]\nlr = 1e-5", r"Did you mean warmup\.learning_rate or|Did you mean learner\.learning_rate or"),
         ("[[pipeline]]\nsteps = 1", r"pipeline is not a list"),

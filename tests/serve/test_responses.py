@@ -177,6 +177,7 @@ def item(**fields: Any) -> dict[str, Any]:
     [
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "parameters": {}}]}, "tools"),
         ({"reasoning": {"effort": "low", "summary": None}}, "reasoning"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, "text"),
         ({"conversation": "conv_1"}, "conversation"),

@@ -101,6 +101,10 @@ class _FreeForm:
 
 
 def _target(use: str) -> Any:
+    if use.endswith(".py"):
+        names = [name for name, value in imports.defined_in(use).items() if _is_environment(value)]
+        found = f"use {' or '.join(f'{use}:{name}' for name in names)}" if names else f"it has none: {EXPECTED}"
+        raise ConfigError(f"{use} is a file, and not an environment in it: {found}")
     if ":" not in use and use not in BUILT_IN_ENVIRONMENTS:
         known = [*BUILT_BY_RUN, *BUILT_IN_ENVIRONMENTS]
         raise ConfigError(
@@ -108,6 +112,12 @@ def _target(use: str) -> Any:
             f"{meant(use, known)}"
         )
     return find_reward(BUILT_IN_ENVIRONMENTS.get(use, use))
+
+
+def _is_environment(value: Any) -> bool:
+    if inspect.isclass(value):
+        return hasattr(value, "rollout") or (hasattr(value, "reset") and hasattr(value, "step"))
+    return inspect.iscoroutinefunction(value)
 
 
 def _with_steps(target: Any, config: EnvironmentConfig) -> MultiTurn:

@@ -85,6 +85,8 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
             raise DataError(NO_TEMPLATE)
         chat = [self._dict(message) for message in messages if message.role != TOOLS_ROLE]
         tools = [tool for one in messages if one.role == TOOLS_ROLE for tool in json.loads(one.content)]
+        if not chat:
+            raise DataError("a chat without a message: expected at least one")
         try:
             rendered = self._rendered(chat, tools)
             if tools and rendered == self._rendered(chat, []):
@@ -94,7 +96,8 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
                 if rendered == self._rendered(others, tools):
                     raise DataError(NOT_SHOWN.format(what="tool_calls"))
             for role in {message["role"] for message in chat} - {*ROLES}:
-                if rendered == self._rendered([one for one in chat if one["role"] != role], tools):
+                others = [one for one in chat if one["role"] != role] or [{**one, "content": ""} for one in chat]
+                if rendered == self._rendered(others, tools):
                     what = f"messages of the role {role!r} (usual: {', '.join(ROLES)})"
                     raise DataError(NOT_SHOWN.format(what=what))
             return rendered

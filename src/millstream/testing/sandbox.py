@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from millstream.env.sandbox.base import Limits, Sandbox
+from millstream.env.sandbox.base import MAX_COMMAND_BYTES, Limits, Sandbox
 from millstream.errors import SandboxLost
 
 LIMITS = Limits(
@@ -137,9 +137,11 @@ class SandboxSuite:
         assert await said(s, "(sleep 60; echo late) >/dev/null 2>&1 & echo now") == "now\n"
 
     @sandbox_test()
-    async def test_a_command_with_a_nul_character_is_refused(self, s: Sandbox) -> None:
+    async def test_a_command_with_a_nul_character_or_a_megabyte_is_refused(self, s: Sandbox) -> None:
         with pytest.raises(ValueError, match="NUL"):
             await s.exec("echo \0")
+        with pytest.raises(ValueError, match="bytes: expected at most"):
+            await s.exec("#" * (MAX_COMMAND_BYTES + 1))
 
     @sandbox_test()
     async def test_a_cancelled_command_is_killed(self, s: Sandbox) -> None:

@@ -11,6 +11,9 @@ WORK = "/scratch"
 """The folder of a sandbox: commands start there, relative paths begin there, snapshots are of it."""
 
 
+MAX_COMMAND_BYTES = 1 << 20
+
+
 class Limits(Struct, frozen=True, kw_only=True):
     wall_s: float = 10.0  # of a program, or of one command
     lifetime_s: float = 3600.0  # of a sandbox for commands
@@ -44,7 +47,8 @@ class Sandbox(Protocol):
 
     async def exec(self, command: str, *, timeout_s: float | None = None) -> Executed:
         """Run a shell command in `WORK`, in a shell of its own. `timeout_s` None: `Limits.wall_s`. Processes that it leaves in
-        the background stay, until a limit is exceeded or the sandbox is closed. Raises `ValueError` for a NUL character."""
+        the background stay, until a limit is exceeded or the sandbox is closed. Raises `ValueError` for what
+        `checked_command` refuses."""
         ...
 
     async def read(self, path: str) -> bytes:
@@ -63,3 +67,15 @@ class Sandbox(Protocol):
     async def close(self) -> None:
         """End it: no process, file or mount of it is left. Raises nothing, and may be called twice, also at once."""
         ...
+
+
+def checked_command(command: str) -> str:
+    """As a driver takes it. Raises `ValueError`."""
+    text = command.encode(errors="replace")  # half of a surrogate pair is no text
+    if b"\0" in text:
+        raise ValueError("a command with a NUL character")
+    if len(text) > MAX_COMMAND_BYTES:
+        raise ValueError(
+            f"a command of {len(text)} bytes: expected at most {MAX_COMMAND_BYTES}. Write a file, and run it"
+        )
+    return text.decode()

@@ -63,6 +63,11 @@ def sandbox_maker(config: SandboxConfig) -> Callable[[], Sandbox]:
             check_walls()
             make = WalledSandbox
         case "docker" | "podman":
+            if "image" not in config.args:
+                raise ConfigError(
+                    f"sandbox.use = {config.use!r} needs an image: "
+                    '[environment.sandbox] args = { image = "python:3.12-slim" }'
+                )
             make = functools.partial(ContainerSandbox, program=config.use)
         case _ if imports.is_own(config.use):
             make = imports.load_function(config.use)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from millstream.env.sandbox.base import WORK, Executed, Limits
+from millstream.env.sandbox.base import WORK, Executed, Limits, checked_command
 from millstream.errors import ConfigError, SandboxLost
 
 OWNER = "millstream.owner"
@@ -67,8 +67,7 @@ class ContainerSandbox:
                 await self._checked(done, WORK)
 
     async def exec(self, command: str, *, timeout_s: float | None = None) -> Executed:
-        if "\0" in command:
-            raise ValueError("a command with a NUL character")
+        command = checked_command(command)
         async with self._turn:
             limit_s = self.limits.wall_s if timeout_s is None else timeout_s
             done = await self._inside(command, timeout_s=limit_s, most=self.limits.output_bytes)
@@ -168,11 +167,13 @@ class ContainerSandbox:
             return Executed(how="time", output=bytes(output))
         finally:
             feeding.cancel()
-            if process.returncode is None:
+            is_running = process.returncode is None
+            if is_running:
                 with suppress(ProcessLookupError):
                     process.kill()
-                if is_command:
-                    await self._kill_all()
+            if is_command and (is_running or len(output) > most):
+                await self._kill_all()
+            if is_running:
                 while process.stdout is not None and await process.stdout.read(1 << 16):
                     pass  # what it has printed before its end
             await asyncio.gather(feeding, process.wait(), return_exceptions=True)

@@ -6,6 +6,7 @@ sandbox that died while it waited is replaced; one that dies in a rollout fails 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -38,7 +39,7 @@ class SandboxPool:
         self._given: set[Sandbox] = set()
         self._filling: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._snapshots: dict[str, asyncio.Task[bytes]] = {}  # by the id of a task; "": of the setup of all
+        self._snapshots: dict[str, asyncio.Task[bytes]] = {}  # by `_key`; "": of the setup of all
         self._is_closed = False
 
     async def take(self, task: Task) -> Sandbox:
@@ -46,7 +47,7 @@ class SandboxPool:
         wanted = _wanted(task)
         base = await self._base()
         if wanted is not None:
-            base = await self._snapshot(task.id, self._prepared(wanted, base))
+            base = await self._snapshot(_key(task, wanted), self._prepared(wanted, base))
         return await self._started(base)
 
     async def give_back(self, sandbox: Sandbox) -> None:
@@ -122,8 +123,8 @@ class SandboxPool:
         try:
             return await asyncio.shield(made)
         finally:
-            if made.done() and (made.cancelled() or made.exception()):
-                self._snapshots.pop(key, None)  # the next rollout tries again
+            if made.done() and not _is_made(made) and self._snapshots.get(key) is made:
+                del self._snapshots[key]  # the next rollout tries again
             self._forget()
 
     def _forget(self) -> None:
@@ -163,6 +164,12 @@ def _wanted(task: Task) -> TaskFiles | None:
         raise EnvironmentFailed(
             f"task {task.id}: {error}: expected `files`, a table of paths and texts, and `setup`, a shell command"
         ) from error
+
+
+def _key(task: Task, wanted: TaskFiles) -> str:
+    """Tasks of two data sets can have the same id."""
+    content = repr((wanted.files, wanted.setup)).encode()
+    return f"{task.id} {hashlib.sha256(content).hexdigest()}"
 
 
 def _check_setup(done: Executed, command: str) -> None:

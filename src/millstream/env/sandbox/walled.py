@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from millstream.env.sandbox.base import Executed, Limits
+from millstream.env.sandbox.base import Executed, Limits, checked_command
 from millstream.env.sandbox.keepers import (
     GRACE_S,
     HEADER,
@@ -34,6 +34,8 @@ from millstream.errors import ConfigError, SandboxLost
 START_S = 60.0
 FILE_S = 60.0  # for an action on files
 TAR_BYTES = 1024  # of an archive, for each file
+MAX_PATH = 4096  # of the kernel
+MAX_SHOWN_PATH = 200
 TO_TYPE = (
     "allow user namespaces (as root: `sysctl -w user.max_user_namespaces=65536`, and on Ubuntu `sysctl -w "
     "kernel.apparmor_restrict_unprivileged_userns=0`; in a container: start it with `--security-opt seccomp=unconfined "
@@ -65,10 +67,8 @@ class WalledSandbox:
             await self._file_action(order, "its folder", data=snapshot or b"")
 
     async def exec(self, command: str, *, timeout_s: float | None = None) -> Executed:
-        if "\0" in command:
-            raise ValueError("a command with a NUL character")
         wall_s = self.limits.wall_s if timeout_s is None else timeout_s
-        order = {"role": "exec", "command": _encodable(command), "wall_s": wall_s}
+        order = {"role": "exec", "command": checked_command(command), "wall_s": wall_s}
         return await self._run(order, self.limits.output_bytes)
 
     async def read(self, path: str) -> bytes:
@@ -126,20 +126,28 @@ class WalledSandbox:
 
     async def _run(self, order: Mapping[str, Any], most: int, data: bytes = b"") -> Executed:
         async with self._turn:
-            if self._commands is None or self._why_lost:
-                raise SandboxLost(f"the sandbox is gone: {self._why_lost or 'it was not started'}")
-            try:
-                call = _Call(data, most)
-            except OSError as error:  # no descriptors are left: `ulimit -n`
-                raise SandboxLost(f"a command cannot be started: {error}") from error
-            try:
-                call.send(self._commands)
-                return await call.executed(order, data)
-            except SandboxBroken as error:
-                self._why_lost = await self._reason(str(error))
-                raise SandboxLost(f"the sandbox is gone: {self._why_lost}") from error
-            finally:
-                call.close()
+            done = await self._called(order, most, data)
+            if (
+                done.how == "output"
+            ):  # it may have ended before that was seen: what it left in the background is killed too
+                await self._called({"role": "stop", "wall_s": FILE_S}, 0)
+            return done
+
+    async def _called(self, order: Mapping[str, Any], most: int, data: bytes = b"") -> Executed:
+        if self._commands is None or self._why_lost:
+            raise SandboxLost(f"the sandbox is gone: {self._why_lost or 'it was not started'}")
+        try:
+            call = _Call(data, most)
+        except OSError as error:  # no descriptors are left: `ulimit -n`
+            raise SandboxLost(f"a command cannot be started: {error}") from error
+        try:
+            call.send(self._commands)
+            return await call.executed(order, data)
+        except SandboxBroken as error:
+            self._why_lost = await self._reason(str(error))
+            raise SandboxLost(f"the sandbox is gone: {self._why_lost}") from error
+        finally:
+            call.close()
 
     async def _reason(self, otherwise: str) -> str:
         """Why it died, as its keeper says."""
@@ -256,11 +264,9 @@ class _Output:
 def _checked(path: str) -> str:
     if not path or "\0" in path:
         raise OSError(errno.EINVAL, "the path is empty, or has a NUL character", path)
-    return _encodable(path)
-
-
-def _encodable(text: str) -> str:
-    return text.encode(errors="replace").decode()  # half of a surrogate pair is no text
+    if len(path) > MAX_PATH:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), f"{path[:MAX_SHOWN_PATH]}...")
+    return path.encode(errors="replace").decode()  # half of a surrogate pair is no text
 
 
 @functools.cache

@@ -5,6 +5,7 @@ What goes wrong with a command or a path is an answer that the model sees. A san
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
@@ -44,15 +45,15 @@ async def edit(
     try:
         if command == "create":
             await sandbox.write(path, _encoded(text))
-            return f"{path} has {_num_lines(text)} lines."
+            return f"{path} has {len(_lines(text))} lines."
         whole = _decoded(await sandbox.read(path), path)
         if command == "view":
-            lines = whole.splitlines()
             first = max(line, 1)
-            return "\n".join(f"{number:6}\t{one}" for number, one in enumerate(lines[first - 1 :], first))
+            shown = [one.removesuffix("\n") for one in _lines(whole)[first - 1 :]]
+            return "\n".join(f"{number:6}\t{one}" for number, one in enumerate(shown, first))
         new = _replaced(whole, old, text, path) if command == "replace" else _inserted(whole, text, line, path)
         await sandbox.write(path, _encoded(new))
-        return f"{path} has {_num_lines(new)} lines."
+        return f"{path} has {len(_lines(new))} lines."
     except OSError as error:
         raise ToolFailed(f"{path}: {error.strerror}") from error
 
@@ -94,7 +95,7 @@ def _replaced(whole: str, old: str, text: str, path: str) -> str:
 
 
 def _inserted(whole: str, text: str, line: int, path: str) -> str:
-    lines = whole.splitlines(keepends=True)
+    lines = _lines(whole)
     if not 0 <= line <= len(lines):
         raise ToolFailed(f"{path}: no line {line}: expected 0 to {len(lines)}")
     if line and not lines[line - 1].endswith("\n"):
@@ -115,5 +116,6 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="replace")  # half of a surrogate pair is no text
 
 
-def _num_lines(text: str) -> int:
-    return len(text.splitlines())
+def _lines(text: str) -> list[str]:
+    """With their ends. Only a newline ends one, as for `sed` and `grep`."""
+    return list(io.StringIO(text))

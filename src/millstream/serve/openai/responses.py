@@ -147,6 +147,8 @@ def parse_responses(
 def _tool(number: int, tool: FunctionSchema) -> dict[str, Any]:
     if tool.type != "function":
         raise BadRequest(f"tools[{number}] is of type {tool.type!r}: expected 'function'", "tools")
+    if not tool.name:
+        raise BadRequest(f"tools[{number}] has no name: expected {{'type': 'function', 'name': ...}}", "tools")
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters or {}}
     return {"type": "function", "function": function}
 

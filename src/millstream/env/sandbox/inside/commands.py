@@ -35,6 +35,7 @@ PIECE = 1 << 16
 
 def serve_commands(order: dict[str, Any], line: int, report: int, keeper: int) -> None:
     """Until the other side closes, or the lifetime is over."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel drops signals to a first process that have no handler
     places = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_FREE) for descriptor in (line, report)]
     for number, place in zip((LINE, REPORT), places, strict=True):
         os.dup2(place, number, inheritable=False)
@@ -97,8 +98,9 @@ class _Server:
 
     def _serve_one(self, control: socket.socket, source: int, target: int) -> None:
         order = _order(control)
-        if order is not None and order["role"] == "start":
+        if order is not None and order["role"] in ("start", "stop"):
             _kill_all()
+        if order is not None and order["role"] == "start":
             self._deadline = time.monotonic() + self._limits["lifetime_s"]
         child = None if order is None else self._forked(order, source, target)
         os.close(source)
@@ -134,6 +136,7 @@ class _Server:
                 if ready:
                     return "stopped"
                 began = time.monotonic()
+                _bury_others(child)
                 if excess := self._processes.excess(self._limits):
                     return excess
                 pause_s = usage.pause_after(began)
@@ -160,6 +163,15 @@ def _bury() -> bool:
             pass
         return True
     return False
+
+
+def _bury_others(child: int) -> None:
+    """Processes that have ended, except the command's own, whose status is read later."""
+    with contextlib.suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid == child:
+                return
+            os.waitpid(found.si_pid, 0)
 
 
 def _kill_all() -> None:
@@ -256,6 +268,8 @@ def _pack() -> None:
         with os.fdopen(1, "wb", closefd=False) as out, tarfile.open(fileobj=out, mode="w|") as archive:
             for name in sorted(os.listdir(".")):
                 archive.add(name)
+    except RecursionError as error:
+        raise OSError(errno.ENAMETOOLONG, "folders too deep") from error
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGCONT)

@@ -125,8 +125,12 @@ def _start(order: dict[str, Any], given: list[int], report: int, folder: str) ->
 
 def _init(order: dict[str, Any], given: list[int], report: int, keeper: int, folder: str) -> None:
     """Start the program, bury whatever ends, and say how the program did."""
+    handler = signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # the kernel drops signals to a first process without a handler
     program = os.fork()
     if program == 0:
+        signal.signal(signal.SIGINT, handler)
         _become(order, given, keeper, folder)
     for descriptor in given:
         os.close(descriptor)

@@ -65,7 +65,9 @@ def furnish(scratch_bytes: int) -> None:
         _bring(path)
     os.makedirs("/dev")
     for name in DEVICES:
-        _bring(f"/dev/{name}")
+        _bring(
+            f"/dev/{name}", source="/dev/full" if name == "zero" else None
+        )  # zeros, which cannot be mapped as memory
     os.symlink("/proc/self/fd", "/dev/fd")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
@@ -85,10 +87,10 @@ def furnish(scratch_bytes: int) -> None:
     os.chdir(SCRATCH)
 
 
-def _bring(path: str) -> None:
-    """The same path, from the old root into the new one, read-only. (A device can be written to, but its mode cannot be
-    changed.) What is not there is left out."""
-    old = OLD + path
+def _bring(path: str, source: str | None = None) -> None:
+    """The same path, or `source`, from the old root into the new one, read-only. (A device can be written to, but its mode
+    cannot be changed.) What is not there is left out."""
+    old = OLD + (source or path)
     if not os.path.lexists(old) or os.path.lexists(path):
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)

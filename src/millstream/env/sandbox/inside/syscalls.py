@@ -19,9 +19,11 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 2
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 LAST_CAPABILITY = 63
 EPERM, ENOSYS = 1, 38
+MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 
 SYSCALLS: dict[str, tuple[int | None, int | None]] = {  # name: (x86_64, aarch64); None: not on this machine
     "socket": (41, 198),
+    "mmap": (9, 222),
     "clone": (56, 220),
     "clone3": (435, 435),
     "pivot_root": (155, 41),
@@ -226,7 +228,8 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def seccomp(denied: Iterable[str]) -> None:
-    """From here on, none of these calls: they return as not permitted. Nor user namespaces, nor limits of other processes."""
+    """From here on, none of these calls: they return as not permitted. Nor user namespaces, nor limits of other processes, nor
+    shared memory without a file: it stays when its addresses are given back, and no limit of ours counts it then."""
     machine = platform.machine()
     if machine not in MACHINES:
         raise OSError(ENOSYS, f"seccomp: no table of calls for {machine}")
@@ -244,6 +247,13 @@ def seccomp(denied: Iterable[str]) -> None:
         code += [(EQUAL, 0, 1, number[call]), (RETURN, 0, 0, REFUSE | EPERM)]
     code += [(EQUAL, 0, 1, number["clone3"]), (RETURN, 0, 0, REFUSE | ENOSYS)]  # libc then takes clone
     code += [(EQUAL, 0, 4, number["clone"]), (LOAD, 0, 0, 16), (SET_BITS, 0, 1, NEWUSER)]
+    code += [(RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)]
+    code += [
+        (EQUAL, 0, 5, number["mmap"]),
+        (LOAD, 0, 0, 40),
+        (SET_BITS, 0, 2, MAP_SHARED),
+        (SET_BITS, 0, 1, MAP_ANONYMOUS),
+    ]
     code += [(RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)]
     code += [(EQUAL, 0, 3, number["prlimit64"]), (LOAD, 0, 0, 16), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE | EPERM)]
     code += [(RETURN, 0, 0, ALLOW)]
