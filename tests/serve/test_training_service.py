@@ -261,9 +261,10 @@ def test_sampling_parameters_mean_what_they_say(url: str) -> None:
 
 
 def test_a_policy_learns_from_its_own_samples(url: str) -> None:
-    client, params, rewards = trainer(url), types.SamplingParams(max_tokens=4), []
-    for _ in range(12):
+    client, rewards = trainer(url), []
+    for step in range(12):
         sampler = client.save_weights_and_get_sampling_client()
+        params = types.SamplingParams(max_tokens=4, seed=step)
         sequences = sampler.sample(prompt_of(TEXT[:3]), 32, params).result().sequences
         scores = [sum(token == 5 for token in one.tokens) / 4 for one in sequences]
         mean = sum(scores) / len(scores)

@@ -60,6 +60,8 @@ EpisodeReward = float | Sequence[float] | SplitReward  # one number, or one per 
 def split_reward(reward: Any) -> SplitReward:
     """What an environment returned, as finite numbers. Raises `EnvironmentFailed`."""
     try:
+        if reward is None:
+            raise TypeError("no reward")
         split = reward if isinstance(reward, SplitReward) else SplitReward(reward=reward)
         split = SplitReward(reward=_numbers(split.reward), turns=_list(split.turns), parts=_list(split.parts))
     except (TypeError, ValueError) as error:

@@ -174,7 +174,10 @@ class _EnvironmentWorker(Remote):
         if result.failure:
             is_known = failed is not None and str(failed) == result.failure
             raise failed if failed is not None and is_known else EnvironmentFailed(result.failure)
-        return result.reward
+        split = result.reward
+        if split.turns is None and split.parts is None and isinstance(split.reward, float | list):
+            return split.reward
+        return split
 
 
 async def _call_context(contexts: list[Context], call: ContextCall) -> Any:

@@ -6,9 +6,9 @@ learner_keep for the share in which an engine decoded. Least squares, no paramet
 linearized model. A parameter is *uncertain* if its standard error is above `UNCERTAIN` of its value, if the run has too few
 spans, or if it came out as 0.
 
-On a CPU engines, learner and driver compete for its cores, and the events do not say which of them had one. There the costs are those
-of the spans that nothing disturbed (`fit_alone`), and `cores` is the number with which the simulated run is as fast as the real
-one.
+On a CPU engines, learner and driver compete for its cores, and the events do not say which of them had one. There the costs
+are those of the spans that nothing disturbed (`fit_alone`), and `cores` is the number with which the simulated run is as fast
+as the real one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from millstream.types import Fate, Finish
 UNCERTAIN = 0.3
 MIN_SPANS = 8
 FIRST_STEPS = 2  # that are left out, and as many more as max_lag
-LEARNING = ("accumulate", "step", "copy weights")
+LEARNING = ("accumulate", "step")
+SHARED = 1.1  # a slowdown above it: engine and learner share a GPU
 SHARED_PROMPTS = 0.6  # of the tokens of prompts: if fewer were computed, the engine has a prefix cache
 MIN_LATENCY = 0.05  # of the time of a rollout: less cannot be distinguished from what the simulation leaves out
 MIN_VARIATION = 0.3
@@ -267,7 +268,7 @@ def _training(events: Sequence[Event], ranks: int, run_dir: Path, *, is_on_cpu: 
     columns, seconds = np.array([[float(span.num_tokens)] for span in passes]), np.array([s.seconds for s in passes])
     fit = fit_alone(columns, seconds) if is_on_cpu else fit_costs(columns, seconds, shares)
     keep = _ratio("learner_keep", fit.ratio, fit.ratio_error, shares, "an engine decoded")
-    if keep.why and slowdown.value > 1 and not slowdown.why:  # they share a GPU, and the learner was never alone
+    if keep.why and slowdown.value > SHARED and not slowdown.why:  # they share a GPU, and the learner was never alone
         fit = fit_with(columns, seconds, shares, 1 / (known := gpu_table().efficiency.learner_keep))
         keep = Fitted(
             name="learner_keep", value=fit.ratio, error=None, why=f"{keep.why}; {known:g} was measured elsewhere"
@@ -275,22 +276,15 @@ def _training(events: Sequence[Event], ranks: int, run_dir: Path, *, is_on_cpu: 
     token_s, error = max(fit.values[0], 1e-12), fit.errors[0]
     rate = 1 / (token_s * ranks)
 
-    def alone(name: str, events: Sequence[Span | WeightsPublished], more_s: float = 0.0) -> Fitted:
-        """Work of the learner that is slowed as its passes are."""
-        found = [
-            more_s + one.seconds / float(slower(fit.ratio, np.array(share_within(busy, one.at - one.seconds, one.at))))
-            for one in events
-        ]
-        return _undisturbed(name, found) if is_on_cpu else _mean(name, found)
-
+    mean = _undisturbed if is_on_cpu else _mean
+    begin_s = mean("", [span.seconds for span in spans if span.what == "begin_batch"]).value
     steps = [span for span in spans if span.what == "step"]
-    begun = [span.seconds for span in spans if span.what == "begin_batch"]
-    begin_s = sum(begun) / max(1, len(steps)) if not is_on_cpu else _undisturbed("", begun).value
+    of_steps = [np.array(share_within(busy, span.at - span.seconds, span.at)) for span in steps]
+    step_s = [s.seconds / float(slower(fit.ratio, share)) + begin_s for s, share in zip(steps, of_steps, strict=True)]
     return [
         _fitted("train_tokens_per_s", rate, rate * error / token_s),
         structs.replace(keep, value=1 / keep.value, error=None if keep.error is None else keep.error / keep.value**2),
-        alone("train_step_s", steps, begin_s),
-        alone("publish_s", [event for event in events if isinstance(event, WeightsPublished)]),
+        mean("train_step_s", step_s),
     ]
 
 
@@ -299,7 +293,7 @@ def _training(events: Sequence[Event], ranks: int, run_dir: Path, *, is_on_cpu: 
 
 def _others(events: Sequence[Event], config: RunConfig, *, is_on_cpu: bool) -> list[Fitted]:
     ended = [event for event in events if isinstance(event, RolloutEnded)]
-    num_failed = sum(isinstance(event, RolloutFailed) for event in events)
+    num_failed, mean = sum(isinstance(event, RolloutFailed) for event in events), _undisturbed if is_on_cpu else _mean
     left = [event for event in events if isinstance(event, GroupLeft) and event.fate in (Fate.TRAINED, Fate.FILTERED)]
     filtered = [event for event in left if event.fate is Fate.FILTERED]
     trained = [event.mean_reward for event in left if event.fate is Fate.TRAINED]
@@ -314,7 +308,8 @@ def _others(events: Sequence[Event], config: RunConfig, *, is_on_cpu: bool) -> l
     if rewards and (min(rewards) < 0 or max(rewards) > 1):
         why = f"the run's rewards are {min(rewards):g} to {max(rewards):g}: simulated ones are 0 or 1"
     return [
-        (_undisturbed if is_on_cpu else _mean)("load_s", [e.seconds for e in events if isinstance(e, WeightsLoaded)]),
+        mean("publish_s", [event.seconds for event in events if isinstance(event, WeightsPublished)]),
+        mean("load_s", [event.seconds for event in events if isinstance(event, WeightsLoaded)]),
         _mean("prompt_tokens", [float(event.num_tokens - event.num_sampled) for event in ended]),
         _driver(events),
         *_scoring(events),
@@ -451,7 +446,7 @@ def _undisturbed(name: str, numbers: Sequence[float]) -> Fitted:
 
 def _ratio(name: str, ratio: float, error: float, shares_N: Numbers, when: str) -> Fitted:
     """A ratio is known only if there were spans with interference and spans without. Without an error it was not looked for."""
-    if not error:
+    if math.isnan(error):
         return Fitted(name=name, value=ratio, error=None)
     spread = float(np.ptp(shares_N)) if len(shares_N) else 0.0
     why = "" if spread > UNCERTAIN else f"{when} in about the same share of every span"

@@ -23,7 +23,7 @@ class Fit(Struct, frozen=True):
     values: list[float]
     errors: list[float]
     ratio: float
-    ratio_error: float
+    ratio_error: float  # nan: it was not fitted
 
 
 def fit_costs(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers) -> Fit:
@@ -42,7 +42,7 @@ def fit_costs(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers) -> Fit
 def fit_with(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers, ratio: float) -> Fit:
     """As `fit_costs`, with a ratio that is known from elsewhere."""
     fit = fit_costs(columns_NP * slower(ratio, shares_N)[:, None], seconds_N, np.zeros_like(seconds_N))
-    return Fit(fit.values, fit.errors, ratio, 0.0)
+    return Fit(fit.values, fit.errors, ratio, math.nan)
 
 
 def fit_alone(columns_NP: Numbers, seconds_N: Numbers) -> Fit:
@@ -51,7 +51,7 @@ def fit_alone(columns_NP: Numbers, seconds_N: Numbers) -> Fit:
     fit = fit_costs(columns_NP, seconds_N, np.zeros_like(seconds_N))
     expected_N = np.maximum(columns_NP @ np.array(fit.values), MIN_EXPECTED * seconds_N.mean())
     factor = float(np.quantile(seconds_N / expected_N, UNDISTURBED))
-    return Fit([factor * one for one in fit.values], [factor * one for one in fit.errors], 1.0, 0.0)
+    return Fit([factor * one for one in fit.values], [factor * one for one in fit.errors], 1.0, math.nan)
 
 
 def _fit_weighted(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers, weight_N: Numbers) -> Fit:

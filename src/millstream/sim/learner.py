@@ -71,7 +71,7 @@ class SimLearner:
 
     async def weights(self) -> Weights:
         if self._publish_s:
-            await self._sharing.train(self._publish_s)
+            await asyncio.sleep(self._publish_s)
         return {"num_rows": self.num_rows}
 
     async def snapshot(self) -> SimSnapshot:
