@@ -44,24 +44,27 @@ def tasks(num: int, seed: int) -> Iterator[Task]:
         yield Task(id=str(number), prompt=f"{a}+{b}", answer=str(a + b), data={"a": a, "b": b})
 
 
-@trained
-async def openai_agents(task: Task, access: Any) -> str:
-    from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+async def run_openai_agent(task: Task, access: Any, model_class: Callable[..., Any]) -> str:
+    from agents import Agent, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
     client = CLIENT.with_options(base_url=access.base_url, api_key=access.api_key)
-    agent = Agent(name="adder", model=OpenAIResponsesModel(access.model, client), tools=[function_tool(add)])
+    agent = Agent(name="adder", model=model_class(access.model, client), tools=[function_tool(add)])
     return str((await Runner.run(agent, task.prompt)).final_output)
+
+
+@trained
+async def openai_agents(task: Task, access: Any) -> str:
+    from agents import OpenAIResponsesModel
+
+    return await run_openai_agent(task, access, OpenAIResponsesModel)
 
 
 @trained
 async def openai_agents_chat(task: Task, access: Any) -> str:
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from agents import OpenAIChatCompletionsModel
 
-    set_tracing_disabled(True)
-    client = CLIENT.with_options(base_url=access.base_url, api_key=access.api_key)
-    agent = Agent(name="adder", model=OpenAIChatCompletionsModel(access.model, client), tools=[function_tool(add)])
-    return str((await Runner.run(agent, task.prompt)).final_output)
+    return await run_openai_agent(task, access, OpenAIChatCompletionsModel)
 
 
 @trained

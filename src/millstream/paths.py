@@ -1,5 +1,5 @@
 """What is at a path that the user typed, and what to type. A path that the system refuses to look at is an error that names
-it."""
+it. And `sync_path`: from here on it survives a power failure."""
 
 from __future__ import annotations
 
@@ -58,3 +58,12 @@ def program() -> str:
         return "python -m millstream"
     is_found = typed.name != "millstream" or shutil.which("millstream") is not None
     return "millstream" if is_found else quote(str(typed))
+
+
+def sync_path(path: Path) -> None:
+    """A file's bytes, or a folder's entries, are on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

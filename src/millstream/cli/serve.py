@@ -30,6 +30,7 @@ HostOption = Annotated[
     str, typer.Option("--host", help="The address to listen on. Other than this machine's own only with a token.")
 ]
 PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="The port to listen on. 0: any free port.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="The type of the weights. auto: bfloat16 on a GPU.")]
 TokenOption = Annotated[
     str | None,
@@ -89,9 +90,7 @@ def serve_command(
     name: NameOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
-    device: Annotated[
-        Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
-    ] = Device.AUTO,
+    device: DeviceOption = Device.AUTO,
     dtype: DtypeOption = Dtype.AUTO,
     slots: SlotsOption = 32,
     max_length: LengthOption = None,
@@ -195,22 +194,13 @@ def serve_training_command(
     folder: Annotated[
         Path, typer.Option("--folder", metavar="DIR", help="Checkpoints and the journals of models are kept here.")
     ] = Path("training"),
-    name: Annotated[
-        str | None, typer.Option("--name", help="The name of the model for clients. Default: MODEL.")
-    ] = None,
+    name: NameOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8100,
-    device: Annotated[
-        Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
-    ] = Device.AUTO,
+    device: DeviceOption = Device.AUTO,
     dtype: DtypeOption = Dtype.AUTO,
-    slots: Annotated[
-        int, typer.Option("--slots", min=1, help="The number of samples that are decoded at the same time.")
-    ] = 64,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", min=2, help="Maximal tokens of a sequence. Default: the model's context."),
-    ] = None,
+    slots: SlotsOption = 64,
+    max_length: LengthOption = None,
     max_models: Annotated[
         int, typer.Option("--max-models", min=1, help="Models in memory at a time; others are kept in DIR.")
     ] = 16,

@@ -7,7 +7,6 @@ digest of the file with the tensors, so that a reader can check that it is compl
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from hashlib import blake2b
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from millstream.errors import WeightsError
+from millstream.paths import sync_path
 from millstream.types import Weights
 
 TENSORS, MANIFEST = "model.safetensors", "millstream.json"
@@ -48,7 +48,7 @@ def write_weights(folder: Path, version: int, weights: Weights, config: Any | No
         (partial / MANIFEST).write_bytes(msgspec.json.encode(found))
         for file in partial.iterdir():
             file.chmod(0o644)  # safetensors makes them readable by their owner alone
-            _sync(file)
+            sync_path(file)  # a server on another machine may read it next
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except OSError as wrong:
@@ -77,9 +77,3 @@ def _digest(path: Path) -> str:
         while piece := file.read(PIECE):
             found.update(piece)
     return found.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """On the disk: a server on another machine may read it next."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

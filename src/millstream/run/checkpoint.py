@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -32,7 +31,7 @@ from millstream.clock import Clock
 from millstream.errors import CheckpointError, LearnerError, OutputError
 from millstream.events import CheckpointFailed, CheckpointSealed, EventSink
 from millstream.learner import Snapshot
-from millstream.paths import program
+from millstream.paths import program, sync_path
 from millstream.pipeline.state import Ledger, PipelineState
 from millstream.rpc.threads import DaemonThreads
 from millstream.store import blocks
@@ -256,7 +255,7 @@ class Checkpoints:
         manifest = CheckpointManifest(format=FORMAT, run_id=state.run_id, version=version, covers_seq=mark, files=files)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
         for path in (*folder.rglob("*"), folder):
-            _sync(path)
+            sync_path(path)
         self._sync()  # an event may be on the disk before the next one: what it covers must be
         event = CheckpointSealed(
             at=self._clock.now(),
@@ -270,7 +269,7 @@ class Checkpoints:
         self._sink.emit(event)
         self._sync()
         folder.rename(self._folder / _name(version))
-        _sync(self._folder)
+        sync_path(self._folder)
         folders = _all(self._folder)
         best = set[int]() if self._best is None else self._best.kept(map(_version, folders))
         for old in folders[: -self._config.keep]:
@@ -391,14 +390,6 @@ def _remove(folder: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
+from millstream.paths import sync_path
 from millstream.serve.training.futures import Result
 
 S = TypeVar("S", bound=Struct)
@@ -63,23 +64,14 @@ def write_synced(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_path(path.parent)
 
 
 def sync_files(folder: Path) -> None:
     """Those in it, not in folders within it."""
     for path in folder.iterdir():
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_path(path)
 
 
 def write_json(path: Path, value: Struct) -> None:
@@ -180,7 +172,7 @@ def write_checkpoint(folder: Path, info: CheckpointInfo, write: Callable[[Path],
     write_json(temporary / CHECKPOINT, info)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.replace(folder)
-    sync_folder(folder.parent)
+    sync_path(folder.parent)
 
 
 def read_checkpoint(folder: Path) -> CheckpointInfo | None:

@@ -45,7 +45,7 @@ def serve_commands(order: dict[str, Any], line: int, report: int, keeper: int) -
     except OSError as error:
         os.write(REPORT, json.dumps({"how": "broken", "why": str(error)}).encode())
         return
-    server = _Server(socket.socket(fileno=LINE), order["limits"])
+    server = _CommandServer(socket.socket(fileno=LINE), order["limits"])
     server.line.sendall(json.dumps({"keeper": keeper}).encode())
     if server.serve() == "time":
         os.write(REPORT, json.dumps({"how": "time"}).encode())
@@ -66,7 +66,7 @@ def _confine(order: dict[str, Any], keeper: int) -> None:
     os.environ.update(variables)
 
 
-class _Server:
+class _CommandServer:
     def __init__(self, line: socket.socket, limits: dict[str, Any]) -> None:
         self.line = line
         self._limits = limits
