@@ -145,7 +145,7 @@ bench-quality: $(VENV)/.installed-plots
 $(TQ)/.installed: constraints.txt
 	test -x $(TQ)/bin/python || $(PYTHON) -m venv $(TQ)
 	$(TQ)/bin/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(TQ)/bin/pip install --quiet --constraint constraints.txt TransferQueue==0.1.11 ray psutil
+	$(TQ)/bin/pip install --quiet --constraint constraints.txt TransferQueue==0.1.11 "hydra-core>=1.3" ray psutil
 	touch $@
 
 # vLLM as it is on a CPU. Where there is a GPU, `pip install vllm` has everything.
