@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -121,6 +122,31 @@ def test_a_claim_that_is_cancelled_while_the_coordinator_is_away_loses_nothing()
             await store.close()
 
     asyncio.run(program())
+
+
+def test_a_claim_costs_the_same_however_many_wait_before_it() -> None:
+    async def calls_of(num_waiting: int) -> int:
+        """Python functions that are called while this many claims join the queue, a row is put, and all are withdrawn."""
+        num_calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event == "call"
+
+        store = MemoryStore(ROWS)
+        sys.setprofile(count)
+        try:
+            waiting = [asyncio.ensure_future(store.claim("read", Want(rows=2))) for _ in range(num_waiting)]
+            await asyncio.sleep(0)
+            await put_values(store, ["a"])
+            for claim in waiting:
+                claim.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        finally:
+            sys.setprofile(None)
+        return num_calls
+
+    assert asyncio.run(calls_of(800)) < 2.5 * asyncio.run(calls_of(400))
 
 
 @given(

@@ -9,8 +9,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
-from operator import itemgetter
+from itertools import chain, groupby, islice
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -56,25 +56,35 @@ class ReadyQueue:
         return self._back - self._front
 
     def push(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            self._insert(unit.version, (self._back, unit, unit.num_rows, unit.tokens))
-            self._back += 1
+        for version, same in groupby(units, attrgetter("version")):
+            entries = [
+                (position, unit, unit.num_rows, unit.tokens) for position, unit in enumerate(same, start=self._back)
+            ]
+            self._back += len(entries)
+            queue = self._queue(version)
+            queue.entries.extend(entries)
+            self._count(queue, entries)
 
     def push_front(self, units: Sequence[Unit]) -> None:
         """Before all others, in this order."""
         for unit in reversed(units):
-            self._insert(unit.version, (self._front, unit, unit.num_rows, unit.tokens))
+            self._insert_first(unit.version, (self._front, unit, unit.num_rows, unit.tokens))
             self._front -= 1
 
-    def _insert(self, version: int, entry: Entry) -> None:
+    def _insert_first(self, version: int, entry: Entry) -> None:
+        queue = self._queue(version)
+        queue.entries.appendleft(entry)
+        self._count(queue, [entry])
+
+    def _queue(self, version: int) -> VersionQueue:
         queue = self._queues.get(version)
         if queue is None:
             queue = self._queues[version] = VersionQueue(deque())
-        position, _, rows, tokens = entry
-        if position < 0:
-            queue.entries.appendleft(entry)
-        else:
-            queue.entries.append(entry)
+        return queue
+
+    def _count(self, queue: VersionQueue, entries: Sequence[Entry], sign: int = 1) -> None:
+        """Add entries to the totals, or subtract them."""
+        rows, tokens = sign * sum([entry[2] for entry in entries]), sign * sum([entry[3] for entry in entries])
         queue.num_rows += rows
         queue.num_tokens += tokens
         self.num_rows += rows
@@ -177,10 +187,7 @@ class ReadyQueue:
             if len(found) < len(gone) and any(id(entry[1]) in gone for entry in entries):
                 found += [entry for entry in entries if id(entry[1]) in gone]
                 queue.entries = deque(entry for entry in entries if id(entry[1]) not in gone)
-            for _, _, rows, tokens in found[before:]:
-                queue.num_rows -= rows
-                queue.num_tokens -= tokens
-                self.num_rows -= rows
+            self._count(queue, found[before:], sign=-1)
             if not queue.entries:
                 del self._queues[version]
         return found
@@ -197,6 +204,6 @@ class ReadyQueue:
         self._back += 1  # a claim for a window of versions may be served now
         for position, unit, _, _ in self.remove(units):
             version = unit.version
-            self._insert(version, (position, unit, unit.num_rows, unit.tokens))
+            self._insert_first(version, (position, unit, unit.num_rows, unit.tokens))
             queue = self._queues[version]
             queue.entries = deque(sorted(queue.entries, key=lambda entry: entry[0]))

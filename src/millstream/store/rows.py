@@ -325,7 +325,10 @@ def num_bytes_of(columns: Columns, num_rows: int) -> int:
     nbytes = ROW_BYTES * num_rows + COLUMN_BYTES * len(columns)
     for cells in columns.values():
         size = getattr(cells, "nbytes", None)
-        nbytes += sum(map(_num_bytes, cells)) if size is None else int(size)
+        if size is not None:
+            nbytes += int(size)
+        else:
+            nbytes += sum(map(getsizeof if _SCALARS.issuperset(map(type, cells)) else _num_bytes, cells))
     return nbytes
 
 

@@ -57,6 +57,8 @@ class TaskQueue(Struct, eq=False):
     partition: str
     task: StoreTask
     claims: list[WaitingClaim] = []
+    are_plain: bool = True
+    """Whether all claims so far were."""
     stamp: int = -2
     """`ReadyQueue.stamp` when they were served last."""
 
@@ -180,8 +182,10 @@ class ClaimQueues:
         if queue is None:
             queue = self._queues[partition, task.name] = TaskQueue(partition, task)
             queue.stamp = part.ready[task.name].stamp
+        is_held_up = bool(queue.claims) and claim.is_plain and queue.claims[0].is_plain
         queue.claims.append(claim)
-        if part.is_finished or len(queue.claims) > 1:
+        queue.are_plain = queue.are_plain and claim.is_plain
+        if part.is_finished or (len(queue.claims) > 1 and not is_held_up):
             self._serve(queue)
         return await self._wait_for(claim)
 
@@ -224,6 +228,9 @@ class ClaimQueues:
                 self.give_back(claim.future.result().id)
             return
         claim.future.cancel()
+        queue = self._queues.get((claim.partition, claim.task.name))
+        if queue is not None and claim in queue.claims:
+            queue.claims.remove(claim)
         self._serve_task(claim.partition, claim.task)  # claims behind it may be served now
 
     def serve(self) -> None:
@@ -251,7 +258,10 @@ class ClaimQueues:
         is_last = part.is_finished and not part.may_become_ready(task)
         left: list[WaitingClaim] = []
         is_held_up = False
-        for claim in queue.claims:
+        for number, claim in enumerate(queue.claims):
+            if is_held_up and queue.are_plain:  # with ten thousand of them this loop was the cost of a claim
+                left += queue.claims[number:]
+                break
             if (is_held_up and claim.is_plain and not claim.future.done()) or not self._is_served(claim, is_last):
                 is_held_up = is_held_up or claim.is_plain
                 left.append(claim)
