@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from millstream import EngineConfig
 from millstream.algo import kl, losses
-from millstream.algo.recipe import objective
+from millstream.algo.recipe import Recipe, objective
 from millstream.clock import RealClock
 from millstream.engine import Engine
 from millstream.engine.native import tiles
@@ -37,7 +38,10 @@ from millstream.engine.native.sequence import TokenSequence
 from millstream.engine.vllm.config import VllmConfig
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
+from millstream.learner import LearnerConfig
 from millstream.learner.check import check_learner, packed_rows
+from millstream.learner.fsdp import FsdpLearner
+from millstream.learner.messages import ObjectiveSource
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters
@@ -62,6 +66,7 @@ from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.text import TokenizerText
 from millstream.weights import TransferWay
 from millstream.weights.transfer import WeightsRef
+from millstream.weights.transfer.broadcast import why_no_nccl
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 
@@ -84,6 +89,14 @@ def qwen3(*, hidden: int, layers: int, heads: int, dim: int, words: int, context
         max_position_embeddings=context,
         tie_word_embeddings=True,
     )
+
+
+def ranks_of(model: Any, ranks: int) -> FsdpLearner:
+    """A learner of so many ranks, each a process of this machine."""
+    source = ObjectiveSource(
+        function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(Recipe(algorithm=None))
+    )
+    return FsdpLearner(model, LearnerConfig(ranks=ranks), source)
 
 
 def device_name() -> str:

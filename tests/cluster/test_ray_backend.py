@@ -259,7 +259,7 @@ def test_engines_beside_other_ranks_than_the_first_have_a_way_to_its_weights() -
     assert site._delivery(is_of_rank=False).ways == ("shared",)
     alone = site_of(structs.replace(CONFIG, resources=shared_gpus))
     assert alone._delivery(is_of_rank=True).ways == ("ipc",)
-    assert site_of(two, is_on_loopback=False)._delivery(is_of_rank=True).ways == ("ipc", "shared", "broadcast")
+    assert site_of(two, is_on_loopback=False)._delivery(is_of_rank=True).ways == ("ipc", "shared", "nccl", "broadcast")
 
 
 def test_what_engines_begin_with_stays_however_much_they_are_offered_later() -> None:

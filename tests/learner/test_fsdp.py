@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -34,21 +36,24 @@ from millstream.events import Resumed, Span
 from millstream.events.rollouts.reader import RolloutDump
 from millstream.events.sinks import read_events
 from millstream.learner import Learner, LearnerConfig, RunLearner
-from millstream.learner.fsdp import FsdpLearner
-from millstream.learner.messages import TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
+from millstream.learner.fsdp import ClusterRanks, FsdpLearner
+from millstream.learner.messages import ObjectiveSource, TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
 from millstream.learner.packing import deal
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters
-from millstream.model.load import load_weights
+from millstream.model.load import load_model, load_weights, model_weights
 from millstream.model.lora import LoraConfig
 from millstream.rpc.forkserver import SOCKET_VARIABLE
+from millstream.rpc.process import LocalLauncher
 from millstream.run import build
 from millstream.testing.learner import LearnerSuite
 from millstream.types import Metrics, Sampling, TrainRow, Weights
+from millstream.weights.transfer import Delivery, WeightsRef
+from millstream.weights.transfer.publisher import open_publisher
 from support.commands import Command
 from support.processes import children, is_alive
-from support.rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, mini_batches, row, train
+from support.rank_cases import ADAPTERS, CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, mini_batches, row, train
 from support.runs import assert_clean, command, resume, steps_of, until
 from support.tiny import VOCABULARY, make
 
@@ -144,7 +149,8 @@ def four(one: Trained, two: Trained, tmp_path_factory: pytest.TempPathFactory) -
 
 def assert_same(case: Case, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Measured by how far the steps moved each weight: a difference in the steps is not hidden by what they began with."""
-    start_of = {name: value.detach().float() for name, value in case.new_model().named_parameters()}
+    start = {name: value.detach().float() for name, value in case.new_model().named_parameters()}
+    start_of = {name: start[name] for name in expected}
     moved = torch.cat([(expected[name] - value).flatten() for name, value in start_of.items()])
     differs = torch.cat([(found[name] - expected[name]).flatten() for name in start_of])
     assert moved.norm() > 0.1 and found.keys() == expected.keys()
@@ -183,6 +189,77 @@ def test_one_rank_in_a_process_gives_the_bits_of_one_on_a_thread_and_only_what_i
     assert isinstance(thread, TorchLearner) and isinstance(process, FsdpLearner)
     assert metrics == expected and found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_two_ranks_train_adapters_as_one_does_and_nothing_else_and_save_the_merged_model(tmp_path: Path) -> None:
+    """The base is read from the files that the model was loaded from, and the adapters are sent."""
+    base = tmp_path / "base"
+    make(ADAPTERS.model).save_pretrained(base)
+
+    def new_model() -> PreTrainedModel:
+        model = load_model(base)
+        add_adapters(model, ADAPTERS.learner.lora or LoraConfig(), seed=1)
+        return model
+
+    def made(ranks: int) -> RunLearner:
+        config = load(DEMO, RunConfig, [f"engine.process={ranks > 1}".lower()])
+        own = structs.replace(ADAPTERS.learner, ranks=ranks)
+        return build.build_learner(config, new_model(), None, learner=own, recipe=ADAPTERS.recipe(), num_steps=STEPS)
+
+    async def trained(ranks: int) -> tuple[list[Metrics], Weights]:
+        learner = made(ranks)
+        await learner.ready()
+        try:
+            found = await train(learner, ADAPTERS, range(3)), await learner.weights()
+            learner.save(tmp_path / str(ranks))
+            return found
+        finally:
+            await learner.close()
+
+    (expected, one), (metrics, two) = (asyncio.run(trained(ranks)) for ranks in (1, 2))
+    assert_alike(metrics, expected)
+    assert_same(ADAPTERS, dict(two), dict(one))
+    assert all(".lora_" in name for name in two)
+    saved = [load_file(tmp_path / ranks / "model.safetensors") for ranks in "12"]
+    assert all(torch.allclose(value, saved[1][name], atol=1e-4) for name, value in saved[0].items())
+
+
+def test_ranks_of_a_cluster_read_their_slices_from_files_and_publish_what_they_trained(
+    two: Trained, tmp_path: Path
+) -> None:
+    """Ranks as a cluster starts them, here on one machine. What was published at first is wrong: they must not read it."""
+    make(CASE.model).save_pretrained(tmp_path / "base")
+
+    async def trained() -> Weights:
+        model, publishers = load_model(tmp_path / "base"), ExitStack()
+
+        def publish(weights: Weights) -> WeightsRef:
+            publisher = publishers.enter_context(closing(open_publisher(Delivery(ways=("shared",)))))
+            return publisher.put(1, weights.items())
+
+        cluster = ClusterRanks(
+            launcher=LocalLauncher(is_warm=True),
+            host="127.0.0.1",
+            node="",
+            first=publish({name: torch.zeros_like(value) for name, value in model_weights(model).items()}),
+            publish=publish,
+            delivery=Delivery(ways=("shared",)),
+            device="cpu",
+        )
+        own = structs.replace(CASE.learner, ranks=2)
+        source = ObjectiveSource(
+            function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(CASE.recipe())
+        )
+        learner = FsdpLearner(model, own, source, temperature=CASE.temperature, num_steps=STEPS, cluster=cluster)
+        try:
+            await train(learner, CASE, range(STEPS))
+            return {name: value.clone() for name, value in (await learner.weights()).items()}
+        finally:
+            await learner.close()
+            publishers.close()
+
+    found = asyncio.run(trained())
+    assert all(torch.equal(found[name], two.masters[name]) for name in two.masters), "bit for bit"
 
 
 def test_two_ranks_give_the_weights_and_the_metrics_of_one_after_ten_steps(one: Trained, two: Trained) -> None:

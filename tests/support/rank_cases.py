@@ -21,6 +21,12 @@ from millstream.learner.rank import Rank
 from millstream.learner.sharding import join_mesh, sharded_rank
 from millstream.learner.state import on_host, read_shards, write_shards
 from millstream.learner.tally import StepTally, total_tally
+from millstream.model.adapters import add_adapters
+from millstream.model.load import model_weights
+from millstream.model.lora import LoraConfig
+from millstream.model.policy import has_plain_head
+from millstream.model.slices import parameters_on_meta, slices_of
+from millstream.model.spec import described, model_from
 from millstream.types import Metrics, TrainRow
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a script
@@ -45,7 +51,10 @@ class Case(Struct, frozen=True, kw_only=True):
         return Recipe(algorithm=self.algorithm, max_tokens=16)
 
     def new_model(self) -> Any:
-        return make(self.model).to(getattr(torch, self.dtype))
+        model = make(self.model).to(getattr(torch, self.dtype))
+        if self.learner.lora is not None:
+            add_adapters(model, self.learner.lora, seed=1)
+        return model
 
 
 CASES = [
@@ -71,7 +80,20 @@ MORE_CASES = [
         tolerance=0.05,
     ),
     Case(name="gspo", algorithm=AlgorithmConfig(name="gspo"), model="gpt_neox"),
+    Case(
+        name="adapters in bfloat16, mini_batches, tied and capped",
+        algorithm=AlgorithmConfig(loss="decoupled_ppo"),
+        learner=LearnerConfig(learning_rate=1e-2, mini_batches=2, lora=LoraConfig(rank=3)),
+        model="gemma2",
+        dtype="bfloat16",
+        tolerance=0.05,
+    ),
 ]
+ADAPTERS = Case(
+    name="adapters, mini_batches",
+    algorithm=AlgorithmConfig(loss="decoupled_ppo"),
+    learner=LearnerConfig(learning_rate=1e-2, mini_batches=2, lora=LoraConfig(rank=3)),
+)
 COMPILED = [
     Case(
         name="compiled",
@@ -160,8 +182,19 @@ def go_through(cases: list[Case], folder: Path, mesh: Any) -> None:
 
 
 def _rank(case: Case, mesh: Any) -> Rank:
-    objective = case.recipe().objective()
-    return sharded_rank(case.new_model(), case.learner, objective, mesh, temperature=case.temperature, num_steps=STEPS)
+    model = case.new_model()
+    with parameters_on_meta():
+        empty = model_from(described(model), dtype=case.dtype, lora=case.learner.lora)
+    return sharded_rank(
+        empty,
+        slices_of(model_weights(model)),
+        case.learner,
+        case.recipe().objective(),
+        mesh,
+        temperature=case.temperature,
+        num_steps=STEPS,
+        is_head_plain=has_plain_head(model),
+    )
 
 
 if __name__ == "__main__":

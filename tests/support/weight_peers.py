@@ -39,12 +39,12 @@ class Peer:
         self.tell(do, **order)
         return self.hear()
 
-    def take(self, ref: WeightsRef, *, node: str = "a") -> Any:
-        self.tell_take(ref, node=node)
+    def take(self, ref: WeightsRef, *, node: str = "a", **options: Any) -> Any:
+        self.tell_take(ref, node=node, **options)
         return self.hear()
 
-    def tell_take(self, ref: WeightsRef, *, node: str = "a") -> None:
-        self.tell("take", ref=msgspec.msgpack.encode(ref).hex(), node=node)
+    def tell_take(self, ref: WeightsRef, *, node: str = "a", **options: Any) -> None:
+        self.tell("take", ref=msgspec.msgpack.encode(ref).hex(), node=node, **options)
 
     def put(self, version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> WeightsRef:
         said = self.ask("put", version=version, num_bytes=num_bytes, device=device)

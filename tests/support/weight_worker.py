@@ -57,8 +57,10 @@ class Worker:
         self.fetched: FetchedWeights | None = None
         self.publisher: WeightsPublisher | None = None
 
-    def take(self, ref: str, node: str, timeout_s: float = 20.0) -> dict[str, Any]:
-        fetcher = self.fetchers.setdefault(node, WeightsFetcher(node, timeout_s=timeout_s))
+    def take(self, ref: str, node: str, timeout_s: float = 20.0, device: str = "cuda") -> dict[str, Any]:
+        """`device`: where "nccl" receives; on a CPU it is gloo."""
+        new = WeightsFetcher(node, timeout_s=timeout_s, device=torch.device(device))
+        fetcher = self.fetchers.setdefault(f"{node} {device}", new)
         try:
             self.fetched = fetcher.take(msgspec.msgpack.decode(bytes.fromhex(ref), type=WeightsRef))
         except WeightsError as error:

@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from millstream.store.segments import segment_folder
+from millstream.weights.transfer.broadcast import why_no_nccl
 from millstream.weights.transfer.device import handle_in
 from support.weight_peers import Peer, forks
 from support.weight_worker import fingerprint, weights
@@ -88,4 +89,30 @@ def test_weights_on_a_device_reach_the_host_of_others(peers: Callable[[], Peer],
     sender.ask("open", folder=folder, ways=["broadcast"], bucket_bytes=8 * MEGABYTE)
     found = receiver.take(sender.put(1, SIZE, "cuda"), node="b")
     assert (found["way"], found["fingerprint"]) == ("broadcast", expected(1))
+    sender.ask("close")
+
+
+def test_nccl_makes_a_group_of_one_process_on_one_gpu() -> None:
+    assert not why_no_nccl(torch.device("cuda"))
+
+
+def test_where_both_ends_use_one_gpu_nccl_is_refused_and_the_host_is_used(
+    peers: Callable[[], Peer], folder: str
+) -> None:
+    sender, receiver = peers(), peers()
+    sender.ask("open", folder=folder, ways=["nccl", "broadcast"], bucket_bytes=8 * MEGABYTE)
+    found = receiver.take(sender.put(1, SIZE, "cuda"), node="b")
+    assert (found["way"], found["fingerprint"]) == ("broadcast", expected(1))
+    sender.ask("close")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two GPUs here")
+def test_weights_go_from_one_gpu_to_another_by_nccl(peers: Callable[[], Peer], folder: str) -> None:
+    """Not run yet: no machine with two GPUs was at hand."""
+    sender, receiver = peers(), peers()
+    sender.ask("open", folder=folder, ways=["nccl"], bucket_bytes=8 * MEGABYTE)
+    for version in range(3):
+        found = receiver.take(sender.put(version, SIZE, "cuda"), node="b", device="cuda:1")
+        assert (found["way"], found["device"], found["fingerprint"]) == ("nccl", "cuda", expected(version))
+        receiver.ask("release")
     sender.ask("close")

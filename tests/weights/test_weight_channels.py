@@ -30,7 +30,7 @@ from millstream.weights.remote import RemoteChannel
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.broadcast import BroadcastOffer
 from millstream.weights.transfer.cached_ref import CachedRef
-from millstream.weights.transfer.device import DeviceBuffer, IpcHandle
+from millstream.weights.transfer.device_memory import DeviceBuffer, IpcHandle
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 from millstream.weights.transfer.remote_weights import RemoteWeights

@@ -19,6 +19,7 @@ from millstream.weights import TransferWay
 TRANSFER_WORDS: dict[TransferWay, str] = {
     "ipc": "on the GPU of rank 0",
     "shared": "on its node",
+    "nccl": "from GPU to GPU",
     "broadcast": "to other nodes",
     "files": "through the run folder",
 }
@@ -53,8 +54,9 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     """How engines and ranks are placed on nodes: on as few as possible, or on as many; strict: only so."""
     weights: tuple[TransferWay, ...] | None = None
     """How weights may reach engines; each engine uses the nearest: ipc (in the memory of a GPU that both use), shared (in the
-    memory of a node), broadcast (to other nodes), files (in the run folder, which all nodes must then see). None: ipc where
-    engines and ranks share GPUs, shared unless all are on one GPU, broadcast where there are several nodes."""
+    memory of a node), nccl (from GPU to GPU, of one node or several), broadcast (to other nodes), files (in the run folder,
+    which all nodes must then see). None: ipc where engines and ranks share GPUs, shared unless all are on one GPU, and where
+    there are several nodes nccl, if both ends have GPUs, and broadcast, if nccl does not work."""
     patience_s: float = 300.0
     """How long a process waits for room on the cluster before that is an error."""
 
@@ -73,8 +75,9 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("learner_gpus is at most 1: a rank has one GPU; learner.ranks says how many there are")
         if self.weights is not None and (not self.weights or len(set(self.weights)) < len(self.weights)):
             raise ValueError("weights must name at least one way, and each of them once")
-        if self.weights is not None and "ipc" in self.weights and not self.learner_gpus:
-            raise ValueError('weights has "ipc", which is for GPUs, and learner_gpus = 0: use "shared"')
+        for way, instead in (("ipc", "shared"), ("nccl", "broadcast")):
+            if self.weights is not None and way in self.weights and not self.learner_gpus:
+                raise ValueError(f'weights has "{way}", which is for GPUs, and learner_gpus = 0: use "{instead}"')
         if self.colocate and not 0 < self.engine_gpus + self.learner_gpus <= 1:
             raise ValueError(
                 "colocate puts an engine and a rank on one GPU: engine_gpus + learner_gpus must be above 0 and at most 1, 0.5 "
@@ -155,7 +158,7 @@ def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_n
     if not (is_one_gpu and is_one_node):
         ways.append("shared")
     if not is_one_node:
-        ways.append("broadcast")
+        ways += ["nccl", "broadcast"] if config.learner_gpus and config.engine_gpus else ["broadcast"]
     return tuple(ways)
 
 

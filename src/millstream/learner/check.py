@@ -14,9 +14,10 @@ from millstream.types import TrainRow
 REMEDY = "It cannot be trained or scored here: choose another model"
 
 
-def check_learner(model: PreTrainedModel, *, is_small_only: bool = False) -> None:
-    """Raises `ModelError` if rows that are packed have other log-probabilities than in the library's own pass."""
-    check_pass(model, "the learner", packed_rows, REMEDY, is_small_only=is_small_only)
+def check_learner(model: PreTrainedModel, *, is_small_only: bool = False, device: torch.device | None = None) -> None:
+    """Raises `ModelError` if rows that are packed have other log-probabilities than in the library's own pass. `device`: see
+    `check_pass`."""
+    check_pass(model, "the learner", packed_rows, REMEDY, is_small_only=is_small_only, device=device)
 
 
 @torch.no_grad()

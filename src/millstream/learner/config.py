@@ -29,6 +29,9 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     """Optimizer steps per batch. Above 1 the proximal policy stays that of the batch's start, and clipping takes effect."""
     recompute: bool = False
     """Whether layers recompute their activations in the backward pass: a third more compute, a fraction of the memory."""
+    offload: bool = False
+    """Whether activations are in the host's memory until the backward pass needs them; with recompute, only what comes into
+    each layer. Layers are then not compiled."""
     compile: bool | Literal["auto"] = "auto"
     """Whether layers are compiled. On a GPU: a minute at the start, faster steps afterwards. auto: on a GPU, if the run is long
     enough for that."""
@@ -47,6 +50,8 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("mini_batches, micro_batch_tokens and ranks must be at least 1")
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks = {self.ranks}: expected at most {MAX_RANKS:,}")
+        if self.offload and self.compile is True:
+            raise ValueError("offload and compile exclude each other: leave compile out")
         if self.gpu_share is not None and not 0 < self.gpu_share <= 1:
             raise ValueError(f"gpu_share = {self.gpu_share}: expected a number above 0, at most 1")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:

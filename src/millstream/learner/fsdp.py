@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError
@@ -39,9 +41,12 @@ from millstream.learner.packing import deal
 from millstream.learner.processes import GroupSnapshot, RankProcesses
 from millstream.learner.tally import FiniteGuard, StepTally, total_tally
 from millstream.learner.torch import save_trained
-from millstream.model.adapters import trained_weights
+from millstream.model.adapters import lora_of, trained_weights
+from millstream.model.compare import small_model
 from millstream.model.load import load_weights, model_weights
+from millstream.model.policy import has_plain_head
 from millstream.model.shared_memory import Layout, SharedWeights, anonymous_memory, layout_of
+from millstream.model.slices import CheckpointFiles, checkpoint_files
 from millstream.model.spec import described
 from millstream.rpc.process import Launcher, LocalLauncher
 from millstream.rpc.threads import DaemonThreads, on_a_thread
@@ -60,6 +65,7 @@ class ClusterRanks(NamedTuple):
     host: str  # an address of this machine that they reach
     node: str  # the name of this machine's node
     first: WeightsRef  # the first weights
+    publish: Callable[[Weights], WeightsRef]  # some of the first weights, for ranks that read the others from files
     delivery: Delivery  # how rank 0 publishes weights
     device: str
 
@@ -96,19 +102,28 @@ class FsdpLearner:
             device=model.device.type if cluster is None else cluster.device,
             dtype=str(model.dtype).removeprefix("torch."),
             files=described(model),
-            config=config,
+            config=structs.replace(config, lora=lora_of(model)),  # what the model has: a rank reads no adapter's folder
             objective=objective,
             temperature=temperature,
             num_steps=num_steps,
             is_proximal_given=is_proximal_given,
             is_fixed=is_fixed,
+            is_head_plain=config.ranks > 1 and has_plain_head(small_model(model.config, lora=lora_of(model)) or model),
         )
+        files = checkpoint_files(model) if config.ranks > 1 else None
         self._shared: SharedWeights | None = None
         self._fetcher = None if cluster is None else WeightsFetcher(cluster.node)
         if cluster is None:
-            self.ranks = self._start_here(plan)
+            self.ranks = self._start_here(plan, files)
         else:
-            setup = RankSetup(plan=plan, weights=cluster.first, delivery=cluster.delivery)
+            rest = {} if files is None else _not_in(files, model)
+            setup = RankSetup(
+                plan=plan,
+                weights=cluster.first,
+                delivery=cluster.delivery,
+                checkpoint=files,
+                rest=cluster.publish(rest) if rest else None,
+            )
             self.ranks = RankProcesses(setup, cluster.launcher, host=cluster.host)
         self._snapshots = itertools.count()
         self._gathers = itertools.count(1)
@@ -118,15 +133,16 @@ class FsdpLearner:
         self._log_ratios: HalfFloats = np.zeros(0, np.float16)
         self._rank_seconds: list[float] = []
 
-    def _start_here(self, plan: RankPlan) -> RankProcesses:
-        weights = model_weights(self.model)
-        layout = layout_of(weights)
+    def _start_here(self, plan: RankPlan, files: CheckpointFiles | None) -> RankProcesses:
+        """The shared memory has room for what is trained, and for what ranks do not read from files."""
+        sent = model_weights(self.model) if files is None else _not_in(files, self.model)
+        layout = layout_of({**trained_weights(self.model), **sent})
         memory = _memory_for(layout)
         self._shared = SharedWeights(memory, layout)
-        self._shared.write(weights)
+        self._shared.write(sent)
         try:
             launcher = LocalLauncher(is_warm=plan.device == "cpu")
-            return RankProcesses(RankSetup(plan=plan, memory=memory, layout=layout), launcher)
+            return RankProcesses(RankSetup(plan=plan, memory=memory, layout=layout, checkpoint=files), launcher)
         finally:
             os.close(memory)
 
@@ -215,13 +231,18 @@ class FsdpLearner:
         self.ranks.call(RestoreSnapshot(str(folder.absolute())))
 
     def save(self, path: Path) -> None:
-        load_weights(self.model, self._gathered())
+        weights = self._gathered()
+        load_weights(self.model, {name: weights[name] for name in trained_weights(self.model)})
         save_trained(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
         """Let the work in hand finish. No process is left."""
         await on_a_thread("end of ranks", self.ranks.close)
         await self._thread.close()
+
+
+def _not_in(files: CheckpointFiles, model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: value for name, value in model_weights(model).items() if name not in files.files}
 
 
 def _in_order(

@@ -13,6 +13,7 @@ from millstream.learner.config import CriticConfig, LearnerConfig
 from millstream.learner.tally import StepTally
 from millstream.model.lora import LoraConfig
 from millstream.model.shared_memory import Layout
+from millstream.model.slices import CheckpointFiles
 from millstream.store.blocks import Block, Packing
 from millstream.types import TrainRow
 from millstream.weights.transfer import Delivery, WeightsRef
@@ -41,6 +42,7 @@ class RankPlan(Struct, frozen=True, kw_only=True):
     num_steps: int | None
     is_fixed: bool = False  # see `Rank`
     is_proximal_given: bool = False  # rows have `proximal` where it is read: no copy of the policy is kept for it
+    is_head_plain: bool = False  # of several ranks: see `model.policy.has_plain_head`
 
 
 class RankSetup(Struct, frozen=True, kw_only=True):
@@ -51,6 +53,8 @@ class RankSetup(Struct, frozen=True, kw_only=True):
     layout: Layout | None = None  # and what is in it
     weights: WeightsRef | None = None  # on a cluster: the first weights, perhaps on another node
     delivery: Delivery | None = None  # and how rank 0 publishes weights
+    checkpoint: CheckpointFiles | None = None  # of several ranks: what they read from files, where they see them
+    rest: WeightsRef | None = None  # and on a cluster what is not in these files
 
 
 class ScorerSetup(Struct, frozen=True, kw_only=True):

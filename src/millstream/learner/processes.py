@@ -73,9 +73,7 @@ def _open_store(host: str, num_ranks: int) -> TCPStore:
 
 
 def _rank(setup: RankSetup, rank: int, launcher: Launcher) -> Remote:
-    is_here = setup.layout is not None  # on a cluster each rank sees its own GPU only
-    device = f"cuda:{rank}" if setup.plan.device == "cuda" and is_here else setup.plan.device
-    plan = structs.replace(setup.plan, rank=rank, device=device)
+    plan = structs.replace(setup.plan, rank=rank)
     memory = None if setup.memory is None else os.dup(setup.memory)
     delivery = setup.delivery if rank == 0 else None
     return Remote(

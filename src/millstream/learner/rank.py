@@ -9,11 +9,12 @@ Shapes: M trained tokens of a micro-batch, R rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,7 +25,9 @@ from millstream.learner.passes import LOCKSTEP, Passes
 from millstream.learner.rows import MAX_FILLER, RowTensors
 from millstream.learner.tally import RunningSums, StepTally, behaviour_distance
 from millstream.model.adapters import copy_of, trained_weights
-from millstream.model.policy import Policy, recompute_activations
+from millstream.model.policy import Policy, activations_on_host, recompute_activations
+from millstream.model.shared_memory import Layout
+from millstream.model.slices import EVERYTHING
 from millstream.objective import LossInputs, Objective
 from millstream.types import Floats, TrainRow
 
@@ -40,14 +43,21 @@ EMPTY_ROW = TrainRow(
 
 
 def make_policies(
-    model: PreTrainedModel, config: LearnerConfig, temperature: float, *, is_proximal_given: bool = False
+    model: PreTrainedModel,
+    config: LearnerConfig,
+    temperature: float,
+    *,
+    is_proximal_given: bool = False,
+    device: torch.device | None = None,
+    is_head_plain: bool | None = None,
 ) -> tuple[Policy, Policy | None]:
     """The policy that is trained; and a copy that holds the proximal policy, where a batch has several optimizer steps and rows
-    do not bring its log-probabilities."""
-    check_learner(model)
+    do not bring its log-probabilities. Of a model that has no weights yet: the device where it will have them, and whether its
+    head is plain."""
+    check_learner(model, device=device)
     is_kept = config.mini_batches > 1 and not is_proximal_given
-    proximal = Policy(copy_of(model), temperature=temperature) if is_kept else None
-    policy = Policy(model, temperature=temperature, is_compiled=config.is_compiled)
+    proximal = Policy(copy_of(model), temperature=temperature, is_head_plain=is_head_plain) if is_kept else None
+    policy = Policy(model, temperature=temperature, is_compiled=config.is_compiled, is_head_plain=is_head_plain)
     if config.recompute:
         recompute_activations(model)
     return policy, proximal
@@ -72,6 +82,7 @@ class Rank:
         self.policy = policy
         self._proximal = proximal
         self._objective = objective
+        self._is_offloaded = config.offload
         self._is_sharded = is_sharded
         self._is_proximal_given = config.mini_batches > 1 and proximal is None
         num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
@@ -140,7 +151,8 @@ class Rank:
     def _forward(self, batch: RowTensors, *, needs_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probabilities, entropies if needed, and log-probabilities under the proximal policy."""
         arguments = (batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
-        logprobs_M, entropy_M = self.policy(*arguments, needs_entropy)
+        with activations_on_host() if self._is_offloaded else nullcontext():
+            logprobs_M, entropy_M = self.policy(*arguments, needs_entropy)
         proximal_M = logprobs_M.detach()
         if self._proximal is not None and self._has_stepped:
             with torch.no_grad():
@@ -193,12 +205,34 @@ class Rank:
         """See `Optimizer.check_finite`. A collective."""
         self.optimizer.check_finite(trained_weights(self.policy.model))
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Each weight unsharded, one after the other. A collective: every rank must iterate to the end."""
+    def layout(self, dtype: torch.dtype) -> Layout:
+        """Of the weights that `weights` gives."""
         parameters = dict(self.policy.model.named_parameters())
+        found = trained_weights(self.policy.model).items()
+        dtypes = {name: dtype if name in parameters else value.dtype for name, value in found}
+        return Layout(tensors=[(name, str(dtypes[name]).removeprefix("torch."), tuple(v.shape)) for name, v in found])
+
+    def slices(self, dtype: torch.dtype) -> Iterator[tuple[str, slice, Tensor]]:
+        """What this rank has of each weight, and which part of its first dimension that is. What is not sharded (a buffer) is
+        the same on all ranks, and rank 0 has it."""
+        parameters = dict(self.policy.model.named_parameters())
+        is_first = not self._is_sharded or torch.distributed.get_rank() == 0
         for name, tensor in trained_weights(self.policy.model).items():
             value = tensor.detach()
-            yield name, unsharded(value.to(dtype) if name in parameters else value)
+            if hasattr(value, "to_local"):
+                yield name, own_slice(value), value.to_local().to(dtype)
+            elif is_first:
+                yield name, EVERYTHING, value.to(dtype) if name in parameters else value
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Each weight whole, one after the other, on rank 0 alone; the others give their slices. A collective: every rank must
+        iterate to the end. Rank 0 has one whole tensor at a time."""
+        shapes = {name: shape for name, _, shape in self.layout(dtype).tensors}
+        for name, part, value in self.slices(dtype):
+            if part == EVERYTHING:
+                yield name, value
+            elif (whole := gathered(value, shapes[name])) is not None:
+                yield name, whole
 
     def state(self) -> OptimizerState:
         """Everything a snapshot needs, by reference; of a sharded policy, this rank's shards."""
@@ -230,12 +264,31 @@ def rows_to_fill(num_tokens: int) -> list[TrainRow]:
 
 
 def _local_parts(policy: Policy) -> list[Tensor]:
-    """The parameters; of a sharded policy, this rank's shards."""
-    parameters: list[Any] = list(policy.parameters())
+    """The parameters that are trained; of a sharded policy, this rank's shards."""
+    parameters: list[Any] = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in parameters]
 
 
-def unsharded(tensor: Any) -> Tensor:
-    """The whole of a sharded tensor: a collective."""
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
+def own_slice(tensor: Any) -> slice:
+    """What this rank has of a tensor that is sharded by its first dimension: `ceil(length / ranks)` for each, as long as there
+    is something left."""
+    length, mesh = tensor.shape[0], tensor.device_mesh
+    share = -(-length // mesh.size())
+    begin = min(length, mesh.get_local_rank() * share)
+    return slice(begin, min(length, begin + share))
+
+
+def gathered(own: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The whole tensor on rank 0, from the slices of all ranks; None on the others. A collective."""
+    num_ranks = torch.distributed.get_world_size()
+    share = -(-shape[0] // num_ranks)
+    sent = own
+    if len(own) < share:
+        sent = own.new_zeros(share, *shape[1:])
+        sent[: len(own)] = own
+    if torch.distributed.get_rank():
+        torch.distributed.gather(sent)
+        return None
+    whole = own.new_empty(num_ranks * share, *shape[1:])
+    torch.distributed.gather(sent, list(whole.split(share)))
+    return whole[: shape[0]]

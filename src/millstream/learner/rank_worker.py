@@ -7,12 +7,15 @@ import os
 import socket
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
+from torch import Tensor
 
 from millstream import imports
 from millstream.learner import optimizer
@@ -23,6 +26,7 @@ from millstream.learner.messages import (
     ComputeLogprobs,
     GatherWeights,
     RankMessage,
+    RankPlan,
     RankSetup,
     RestoreSnapshot,
     TakeSnapshot,
@@ -38,6 +42,7 @@ from millstream.learner.snapshots import KeptSnapshots, files_in
 from millstream.learner.state import on_host, read_shards, read_state, write_shards, write_state
 from millstream.model.load import load_weights, set_up_cpu
 from millstream.model.shared_memory import SharedWeights
+from millstream.model.slices import ReadSlice, parameters_on_meta, slices_of
 from millstream.model.spec import model_from
 from millstream.rpc.call import Channel
 from millstream.rpc.process import own_node
@@ -106,42 +111,82 @@ class RankServer:
         return read_shards(folder, self._rank.optimizer.state()["masters"], self._snapshot_group)
 
     def _gather(self, number: int) -> WeightsRef | None:
-        """A collective: every rank takes part, and rank 0 keeps the weights."""
+        """On this machine every rank writes its slices. On a cluster it is a collective: rank 0 publishes one tensor after the
+        other. No rank ever has the whole model."""
         self._rank.check_finite()
+        if self._shared is not None:
+            for name, part, value in self._rank.slices(self._dtype):
+                self._shared.views[name][part].copy_(value)
+            return None
         weights = self._rank.weights(self._dtype)
         if self._publisher is not None:
-            return self._publisher.put(number, weights)
-        for name, tensor in weights:
-            if self._shared is not None and self._plan.rank == 0:
-                self._shared.views[name].copy_(tensor)
+            return self._publisher.put(number, weights, self._rank.layout(self._dtype))
+        for _ in weights:
+            pass
         return None
 
 
 def build_rank(setup: RankSetup) -> Rank:
-    """The model from its config and its first weights; sharded, if there are other ranks."""
+    """The model from its config and its first weights; of several ranks, one shard of it."""
     plan = setup.plan
-    with torch.device(plan.device if plan.num_ranks == 1 else "cpu"):  # a model to shard starts on the host
-        model = model_from(plan.files, dtype=plan.dtype, lora=plan.config.lora)
-    if setup.layout is not None:
-        load_weights(model, SharedWeights(setup.memory or 0, setup.layout).views)
-    elif setup.weights is not None:
-        with WeightsFetcher(own_node()).take(setup.weights) as taken:
-            load_weights(model, taken.weights)
+    device = own_device(plan)
     objective = imports.load_function(plan.objective.function)(plan.objective.arguments)
     if plan.num_ranks == 1:
-        on_device = model.to(plan.device)
-        own = make_policies(on_device, plan.config, plan.temperature, is_proximal_given=plan.is_proximal_given)
+        with torch.device(device):
+            model = model_from(plan.files, dtype=plan.dtype, lora=plan.config.lora)
+        with _first_weights(setup) as weights:
+            load_weights(model, weights)
+        own = make_policies(model.to(device), plan.config, plan.temperature, is_proximal_given=plan.is_proximal_given)
         return Rank(*own, plan.config, objective, num_steps=plan.num_steps, is_fixed=plan.is_fixed)
-    mesh = join_mesh(plan.rank, plan.num_ranks, (plan.host, plan.port), torch.device(plan.device))
-    return sharded_rank(
-        model,
-        plan.config,
-        objective,
-        mesh,
-        temperature=plan.temperature,
-        num_steps=plan.num_steps,
-        is_proximal_given=plan.is_proximal_given,
-    )
+    with parameters_on_meta():
+        model = model_from(plan.files, dtype=plan.dtype, lora=plan.config.lora)
+    mesh = join_mesh(plan.rank, plan.num_ranks, (plan.host, plan.port), device)
+    with _first_slices(setup) as read:
+        return sharded_rank(
+            model,
+            read,
+            plan.config,
+            objective,
+            mesh,
+            temperature=plan.temperature,
+            num_steps=plan.num_steps,
+            is_head_plain=plan.is_head_plain,
+            is_proximal_given=plan.is_proximal_given,
+        )
+
+
+def own_device(plan: RankPlan) -> torch.device:
+    """The only GPU that this process sees; of several, the one with the rank's number."""
+    if plan.device != "cuda":
+        return torch.device(plan.device)
+    return torch.device("cuda", plan.rank if torch.cuda.device_count() > 1 else 0)
+
+
+@contextmanager
+def _first_weights(setup: RankSetup) -> Iterator[Mapping[str, Tensor]]:
+    """Mapped, of this node; from another node, in memory of this process."""
+    if setup.layout is not None:
+        yield SharedWeights(setup.memory or 0, setup.layout).views
+    elif setup.weights is None:
+        yield {}
+    else:
+        with WeightsFetcher(own_node()).take(setup.weights) as taken:
+            yield taken.weights
+
+
+@contextmanager
+def _first_slices(setup: RankSetup) -> Iterator[ReadSlice]:
+    """What the checkpoint's files have is read from them, where this process sees them; then only the rest is fetched."""
+    files = setup.checkpoint
+    if files is None or not files.are_here():
+        with _first_weights(setup) as weights:
+            yield slices_of(weights)
+        return
+    with (
+        _first_weights(structs.replace(setup, weights=setup.rest)) as weights,
+        files.opened(slices_of(weights)) as read,
+    ):
+        yield read
 
 
 def serve_rank(connection: socket.socket) -> None:

@@ -2,24 +2,29 @@
 
 A layer is gathered while it is computed. Gradients are *summed* over ranks, never averaged: the division by the units of the
 batch is the only one. Where the model computes in bfloat16, layers are gathered in it and gradients summed in float32, as the
-learner of one device does.
+learner of one device does. What is not trained (under adapters) is sharded in the dtype that it has.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from millstream.errors import LearnerError
 from millstream.learner.config import LearnerConfig
-from millstream.learner.rank import Rank, make_policies
+from millstream.learner.rank import Rank, make_policies, own_slice
+from millstream.model.load import model_weights
 from millstream.model.policy import Policy, layers_of
+from millstream.model.slices import EVERYTHING, ReadSlice
 from millstream.objective import Objective
 
 
@@ -40,33 +45,80 @@ def join_mesh(rank: int, num_ranks: int, address: tuple[str, int], device: torch
 
 
 def to_masters(model: PreTrainedModel) -> torch.dtype:
-    """Convert the parameters to float32. Returns the dtype they had, which is the one to compute in. Buffers are unchanged."""
+    """Convert the parameters that are trained to float32. Returns the dtype that all of them had, which is the one to compute
+    in. Buffers are unchanged."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise LearnerError(f"parameters of {names}, and learner.ranks needs one dtype: set learner.ranks = 1")
     for parameter in model.parameters():
-        parameter.data = parameter.data.float()
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     found: torch.dtype = dtypes.pop()
     return found
 
 
 def sharded_rank(
     model: PreTrainedModel,
+    read: ReadSlice,
     config: LearnerConfig,
     objective: Objective,
     mesh: DeviceMesh,
     *,
     temperature: float,
     num_steps: int | None,
+    is_head_plain: bool,
     is_proximal_given: bool = False,
 ) -> Rank:
-    """One rank of those in the mesh. Each starts with the whole model in the host's memory and keeps its part of it."""
-    policy, proximal = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
+    """One rank of those in the mesh. The model has its parameters on the meta device (`model.slices`): the rank reads its own
+    slice of each, and never has the whole model."""
+    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    policy, proximal = make_policies(
+        model,
+        config,
+        temperature,
+        is_proximal_given=is_proximal_given,
+        device=device,
+        is_head_plain=is_head_plain,
+    )
+    frozen: dict[str, nn.Parameter] = {}  # they are the same in both policies, and there once
     for each in (policy, proximal):
         if each is not None:
             shard(each, mesh, to_masters(each.model), is_trained=each is policy)
+            load_shards(each.model, read, device, frozen)
     return Rank(policy, proximal, config, objective, num_steps=num_steps, is_sharded=True)
+
+
+@torch.no_grad()
+def load_shards(model: PreTrainedModel, read: ReadSlice, device: torch.device, frozen: dict[str, nn.Parameter]) -> None:
+    """Give a sharded model its weights, one slice after another. `frozen`: parameters that are not trained, by name: those of
+    an earlier call are used again. Raises `LearnerError` if a weight is missing."""
+    places: dict[int, list[str]] = {}  # of a parameter, all its names: tied weights have several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    try:
+        for first, parameter in list(model.named_parameters()):
+            made = frozen[first] if first in frozen else _read_shard(parameter, first, read, device)
+            if not made.requires_grad:
+                frozen[first] = made
+            for name in places[id(parameter)]:
+                owner, _, last = name.rpartition(".")
+                model.get_submodule(owner).load_state_dict({last: made}, strict=False, assign=True)
+        own = model_weights(model)
+        for name, buffer in model.named_buffers():
+            if name in own:
+                buffer.copy_(read(name, EVERYTHING))
+    except KeyError as error:
+        raise LearnerError(f"the weights have no {error}: set learner.ranks = 1") from error
+
+
+def _read_shard(like: Any, name: str, read: ReadSlice, device: torch.device) -> nn.Parameter:
+    local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
+    local.copy_(read(name, own_slice(like)))
+    shard = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return nn.Parameter(shard, requires_grad=like.requires_grad)
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, *, is_trained: bool = True) -> None:

@@ -61,24 +61,35 @@ class Scored(NamedTuple):
 Pass = Callable[[PreTrainedModel, CheckLengths], list[Scored]]
 
 
-def check_pass(model: PreTrainedModel, name: str, run: Pass, remedy: str, *, is_small_only: bool = False) -> None:
+def check_pass(
+    model: PreTrainedModel,
+    name: str,
+    run: Pass,
+    remedy: str,
+    *,
+    is_small_only: bool = False,
+    device: torch.device | None = None,
+) -> None:
     """Raises `ModelError` if the pass `run` gives other numbers than the library's own, or fails. `name`: of the pass, in the
-    message and the memory; `remedy`: what to set instead. `is_small_only`: the model itself will be elsewhere."""
+    message and the memory; `remedy`: what to set instead. `is_small_only`: the model itself will be elsewhere. `device`: where
+    a model without weights will be; a small one takes its place there."""
     check_layers(model)
-    found = Remembered(model, name)
+    found = Remembered(model, name, device or model.device)
     lora = lora_of(model)
     if not found.has("small") and (small := small_model(model.config, torch.float32, lora)) is not None:
         check_itself(small, name, run, remedy)
         found.add("small")
-    if is_small_only or found.has("itself"):
+    has_weights = model.device.type != "meta"
+    what = "itself" if has_weights else "twin"
+    if is_small_only or found.has(what):
         return
     if not _is_affordable(model) and (device_twin := small_model(model.config, model.dtype, lora)) is not None:
-        check_itself(device_twin.to(model.device), name, run, remedy)
-    else:
+        check_itself(device_twin.to(device or model.device), name, run, remedy)
+    elif has_weights:
         check_itself(model, name, run, remedy)
-    if model.device.type == "cuda":
+    if (device or model.device).type == "cuda":
         torch.cuda.empty_cache()  # a cache is as large as the memory that is free
-    found.add("itself")
+    found.add(what)
 
 
 def check_itself(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> None:
@@ -244,8 +255,8 @@ class Remembered:
     """Which checks have passed on this machine: empty files in the user's cache folder, named by a digest of all that the
     result depends on. A folder that cannot be read or written remembers nothing."""
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
-        where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    def __init__(self, model: PreTrainedModel, name: str, device: torch.device) -> None:
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         config = {key: value for key, value in model.config.to_dict().items() if key not in UNIMPORTANT}
         versions = [transformers.__version__, torch.__version__, own_digest()]
         self._small = [name, config, str(lora_of(model)), *versions]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -18,18 +19,27 @@ from millstream.model.attention import Packed, rows_of
 from millstream.model.load import rope_limit
 from millstream.model.logprobs import Predicted, plain_logprobs, predict
 
+MIN_OFFLOADED = 1024  # numbers in a tensor: a smaller one is not worth a copy
 RECOMPILE_LIMIT = 32  # numbers of tokens, each with and without a gradient, before torch gives up compiling
 
 
 class Policy(nn.Module):
-    """No dropout: the log-probabilities of a row must not depend on chance."""
+    """No dropout: the log-probabilities of a row must not depend on chance. `is_head_plain`: see `has_plain_head`; None: it is
+    tried."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, is_compiled: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        is_compiled: bool = False,
+        is_head_plain: bool | None = None,
+    ) -> None:
         super().__init__()
         self.model = model.eval()
         self._temperature = temperature
         self._is_compiled = is_compiled
-        self._has_plain_head = has_plain_head(model)
+        self._has_plain_head = has_plain_head(model) if is_head_plain is None else is_head_plain
         if is_compiled:
             compile_layers(model)
 
@@ -102,6 +112,22 @@ def recompute_activations(model: PreTrainedModel) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
         layer.training = True
+
+
+def activations_on_host() -> saved_tensors_hooks:
+    """Within the block, what a backward pass will need is copied to the host's memory, and back when it is needed. Not the
+    parameters, which stay where they are, nor small tensors."""
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if tensor.numel() < MIN_OFFLOADED or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

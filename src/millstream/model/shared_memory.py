@@ -53,9 +53,9 @@ class SharedWeights:
         self.views = views_of(flat, layout)
 
     def write(self, weights: Weights) -> None:
-        """All of them. Raises `WeightsError` if their names are not those of the layout."""
-        if weights.keys() != self.views.keys():
-            raise WeightsError(f"the weights do not fit: {sorted(weights.keys() ^ self.views.keys())[:4]}")
+        """All of them, or some. Raises `WeightsError` for a name that is not in the layout."""
+        if strange := weights.keys() - self.views.keys():
+            raise WeightsError(f"the weights do not fit: {sorted(strange)[:4]}")
         for name, value in weights.items():
             self.views[name].copy_(value.detach())
 

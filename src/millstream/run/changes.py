@@ -80,7 +80,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_may(
         "now", "learner.", "learning_rate schedule warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks"
     ),
-    **_may("now", "learner.", "recompute compile gpu_share max_skipped_steps"),
+    **_may("now", "learner.", "recompute offload compile gpu_share max_skipped_steps"),
     **_must_not("the schedule of the learning rate counts that many steps a batch", "learner.", "mini_batches"),
     **_must_not(OTHER_STAGES, "", "reference reference.path critic critic.path proximal"),
     **_may("now", "reference.", "device dtype micro_batch_tokens"),

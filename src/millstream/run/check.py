@@ -277,11 +277,6 @@ def _check_resources(config: RunConfig) -> None:
 def _check_lora(config: RunConfig) -> None:
     if config.learner.lora is None:
         return
-    if config.learner.ranks > 1:
-        raise ConfigError(
-            f"[learner.lora] with learner.ranks = {config.learner.ranks}: adapters are trained on one device. Set "
-            "learner.ranks = 1, or leave [learner.lora] out"
-        )
     if config.engine.kind == "vllm":
         raise ConfigError(
             '[learner.lora] with engine.kind = "vllm": adapters go to our own engine alone. Set engine.kind = "torch", or '

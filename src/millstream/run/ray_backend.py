@@ -60,6 +60,8 @@ from millstream.weights.transfer.publisher import WeightsPublisher, open_publish
 from millstream.weights.transfer.remote_weights import RemoteWeights
 
 logger = logging.getLogger(__name__)
+ON_HOST: dict[TransferWay, TransferWay] = {"ipc": "shared", "nccl": "broadcast"}
+"""What a process without a GPU publishes by instead."""
 OPENING_S = 30.0  # for Ray to be reached or started, when the run is already closing
 
 
@@ -74,9 +76,10 @@ class RayBackend:
         self._cluster: Cluster | None = None
         self._store: RayStore | None = None
         self._client: StoreClient | None = None
-        # two caches, so that neither evicts the other: first weights of engines and ranks; weights that engines are offered
+        # several caches, so that none evicts another: first weights of engines and ranks; weights that engines are offered
         self._beginning = CachedRef(self._new_publisher)
         self._offers = CachedRef(self._new_publisher)
+        self._rest = CachedRef(self._new_publisher)  # first weights of ranks that read the others from files
         self._files = ""
         self._stopping = threading.Event()
         self._opened = threading.Event()
@@ -122,8 +125,8 @@ class RayBackend:
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
         """Broadcast only between nodes, and GPU memory only from ranks: the driver has no GPU."""
         ways: tuple[TransferWay, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
-        if not is_of_rank and "ipc" in ways:
-            ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
+        if not is_of_rank:
+            ways = tuple(dict.fromkeys(ON_HOST.get(way, way) for way in ways))
         return Delivery(ways=ways, files=self._files if "files" in ways else None)
 
     def _stage_first(self) -> WeightsRef:
@@ -185,6 +188,7 @@ class RayBackend:
                 host=cluster.host,
                 node=cluster.node,
                 first=self._first,
+                publish=self._rest.put,
                 delivery=self._delivery(is_of_rank=True),
                 device="cuda" if self._resources.learner_gpus else "cpu",
             ),
@@ -229,7 +233,7 @@ class RayBackend:
             closing.callback(self._thread.let_go)
             if self._cluster is not None:
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)
-            for cached in (self._beginning, self._offers):
+            for cached in (self._beginning, self._offers, self._rest):
                 closing.push_async_callback(asyncio.to_thread, cached.close)
             if self._store is not None:
                 closing.push_async_callback(asyncio.to_thread, self._store.close)

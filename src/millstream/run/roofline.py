@@ -130,7 +130,8 @@ def fit_memory(
     config: RunConfig, shape: ModelShape, gpus: Gpus, placed: Placed, *, longest_request: int, batch_tokens: float
 ) -> MemoryFit:
     """The largest passes and cache that fit; layers are recomputed where the activations would not fit otherwise."""
-    is_compiled = config.learner.compile is True or (config.learner.compile == "auto" and placed.ranks == 1)
+    is_auto = config.learner.compile == "auto" and not config.learner.offload and placed.ranks == 1
+    is_compiled = config.learner.is_compiled or is_auto
     found = MemoryFit(lack_gb=math.inf)
     for is_recomputed in dict.fromkeys((config.learner.recompute, True)):
         learner = structs.replace(config.learner, recompute=is_recomputed)

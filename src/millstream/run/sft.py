@@ -139,6 +139,7 @@ def learner_config(config: RunConfig, warmup: WarmupConfig) -> LearnerConfig:
         LearnerConfig(learning_rate=warmup.learning_rate, schedule=warmup.schedule, warmup_steps=warmup.warmup_steps),
         micro_batch_tokens=config.learner.micro_batch_tokens,
         recompute=config.learner.recompute,
+        offload=config.learner.offload,
         compile=config.learner.compile,
         max_skipped_steps=config.learner.max_skipped_steps,
         ranks=config.learner.ranks,

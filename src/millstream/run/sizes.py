@@ -137,7 +137,7 @@ def choose_sizes(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
     """What each `auto` is; other keys have their own values. Where the memory or the shape is not known, the sizes that depend
     on them keep their fixed defaults."""
     engine, learner, dtype = config.engine, config.learner, choose_dtype(config, device)
-    is_asked = learner.compile == "auto" and device.is_gpu and dtype == "bfloat16"
+    is_asked = learner.compile == "auto" and not learner.offload and device.is_gpu and dtype == "bfloat16"
     is_compiled = learner.is_compiled or (is_asked and _compiling_pays(config, shape))
     slots = min(MAX_SLOTS, num_in_flight(config)) if engine.slots == "auto" and device.is_gpu else engine.num_slots
     slots = engine.num_slots if engine.kind == "http" else slots
@@ -256,6 +256,7 @@ class Memory:
         self._bytes = BYTES[dtype]
         self._is_compiled = is_compiled
         self._recomputes = config.learner.recompute
+        self._offloads = config.learner.offload
         self._rollouts = config.pipeline.groups_per_step * config.rollout.num_members
         self.longest = longest_rollout(config, shape.context)
         self.token_bytes = 2 * shape.keys * shape.layers * self._bytes
@@ -287,16 +288,20 @@ class Memory:
         return num_trained * (12 + (4 if self._bytes < 4 else 0))
 
     def sharded(self, ranks: int) -> float:
-        """Of one rank of several on a cluster: its part of the masters, gradients and moments, two layers that are gathered,
-        with the gradient of one, and the embeddings, which stay gathered. Weights are published from the host's memory."""
+        """Of one rank of several: its part of the masters, gradients and moments, and of what is not trained; two layers that
+        are gathered, with the gradient of one; and the embeddings, which stay gathered. Weights are published from the host's
+        memory."""
         shape = self._shape
         layer, ends = shape.parameters / shape.layers, 2 * shape.words * shape.hidden
-        return 16 * shape.trained / ranks + self._bytes * (2 * layer + ends) + 4 * layer
+        own = 16 * shape.trained + self._bytes * (shape.parameters - shape.trained)
+        return own / ranks + self._bytes * (2 * layer + ends) + 4 * layer
 
     def pass_bytes(self, tokens: int) -> float:
         """Of one forward and backward pass of the learner."""
         shape, layer = self._shape, self._layer * (COMPILED_SHARE if self._is_compiled else 1.0)
         kept = shape.layers * self._bytes * shape.hidden + layer if self._recomputes else shape.layers * layer
+        if self._offloads:
+            kept = 2 * layer  # one that is computed, and one on its way to the host or back
         return SPARE * kept * tokens + self._logits(tokens) + 8 * shape.words * shape.hidden
 
     @property

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from millstream.types import Weights
 
-TransferWay = Literal["shared", "ipc", "broadcast", "files"]
+TransferWay = Literal["shared", "ipc", "nccl", "broadcast", "files"]
 """The transports by which weights reach another process: see `weights.transfer.transports`."""
 NOTHING = -1
 """The version of a channel that nothing was published to."""

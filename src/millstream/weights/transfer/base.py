@@ -17,6 +17,7 @@ from torch import Tensor
 
 from millstream.model.shared_memory import Layout
 from millstream.weights.base import TransferWay
+from millstream.weights.transfer.device_memory import DeviceBuffers
 
 BroadcastBackend = Literal["gloo", "nccl"]
 
@@ -97,8 +98,8 @@ class StageOptions(Struct, frozen=True, kw_only=True):
     host: str
     """The address under which other nodes reach this one; nothing listens on any other."""
     files: Path | None
-    device: torch.device
-    backend: BroadcastBackend
+    buffers: DeviceBuffers
+    """The copies on the publisher's device, where a transport needs them."""
     round_s: float
     find: Callable[[int], WeightsRef | None]
     """The reference with a serial number, if it is still staged."""
@@ -127,14 +128,11 @@ class StagingMemory(Protocol):
 class TransportStage:
     """The publisher's side of a transport. Raises `WeightsError` from `__init__` if the transport cannot work here."""
 
-    needs_host_copy = False  # whether the slot must hold the bytes
+    copy: Literal["host", "device", "either"] = "either"
+    """Where it needs the bytes: in the slot, on the device, or in one of them. Tensors are copied to the device first."""
 
     def __init__(self, options: StageOptions) -> None:
         self._options = options
-
-    def memory(self, slot: Path) -> StagingMemory | None:
-        """Memory of its own, for the version of this slot, that tensors are copied into first; None: the slot itself."""
-        return None
 
     def stage(self, staged: StagedVersion) -> bytes:
         """Make the version available. Returns the offer for `TransportFetch`."""

@@ -1,4 +1,5 @@
-"""The transport "broadcast", fetching side and protocol: a publisher sends one version to several receivers in one round.
+"""The transports "broadcast" and "nccl", fetching side and protocol: a publisher sends one version to several receivers in one
+round. They differ in where the bytes are at both ends: in the host's memory (gloo), or on a GPU (NCCL).
 
 A round is a process group of the sender and the receivers that asked for the same version; it exists as long as the round. The
 messages around it go over a socket to the sender: `FetchRequest` with the publisher's token, then `RoundStart` or
@@ -9,12 +10,15 @@ death that gloo does not notice.
 
 The token guards the request. The group's own connections have none; they are open while a round lasts, on the same addresses.
 The group is made of torch's classes directly. The default group is not touched: it is the learner's.
+
+Not run across GPUs: `_nccl_group`. All else is tested over gloo, "nccl" with both ends' devices set to the CPU.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import socket
 import threading
 import time
@@ -24,20 +28,26 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec import Struct
+import torch.distributed
+from msgspec import Struct, structs
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from millstream.errors import WeightsSuperseded, WeightsUnreachable
 from millstream.model.shared_memory import views_of
 from millstream.retry import BackOff, Retry
 from millstream.rpc.frames import FrameError, Frames, frame
+from millstream.weights.base import TransferWay
 from millstream.weights.transfer.base import BroadcastBackend, FetchedWeights, FetchOptions, WeightsRef
+from millstream.weights.transfer.device_memory import gpu_of
 from millstream.weights.transfer.digests import bucket_spans, verify_bucket
 
 logger = logging.getLogger(__name__)
 RETRY = BackOff(first_s=0.05, longest_s=1.0)
 MAX_MESSAGE_BYTES = 4096
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+NCCL_TRY_S = 20.0
+"""For a version to arrive by NCCL, before the next way is tried."""
 
 
 class BroadcastOffer(Struct, frozen=True, kw_only=True):
@@ -49,6 +59,8 @@ class BroadcastOffer(Struct, frozen=True, kw_only=True):
 class FetchRequest(Struct, frozen=True, tag=True):
     token: str
     serial: int
+    gpu: str = ""
+    """The UUID of the GPU that receives; empty: the host's memory does. NCCL has each GPU in a group once."""
 
 
 class RoundStart(Struct, frozen=True, tag=True, kw_only=True):
@@ -128,21 +140,47 @@ def open_group_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def join_group(store: Store, rank: int, size: int, *, backend: BroadcastBackend, address: str, timeout_s: float) -> Any:
-    """Returns the group when all are there. `address`: of this node, for the others.
-
-    NCCL differs in this function and in where the tensors are. It has never been run across GPUs.
-    """
+    """Returns the group when all are there. `address`: of this node, for the others."""
     inside, limit = PrefixStore("weights", store), timedelta(seconds=timeout_s)
     if backend == "nccl":
-        from torch._C._distributed_c10d import ProcessGroupNCCL
-
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return ProcessGroupNCCL(inside, rank, size, nccl)
+        return _nccl_group(inside, rank, size, limit)
     gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = limit
     gloo._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return ProcessGroupGloo(inside, rank, size, gloo)
+
+
+def _nccl_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    """One whose waits raise when the limit is over. Otherwise torch would end the process."""
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"  # read by the constructor; other groups of this process keep their own setting
+    try:
+        options = ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
+
+
+def why_no_nccl(device: torch.device) -> str:
+    """Why no group of NCCL can be made here; empty if one can, of this process alone. A device that is no GPU has gloo."""
+    if device.type == "cuda" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return "torch sees no GPU here, or has no NCCL"
+    try:
+        group = join_group(HashStore(), 0, 1, backend=backend_of(device), address="127.0.0.1", timeout_s=NCCL_TRY_S)
+        broadcast_buckets(group, [torch.zeros(8, dtype=torch.uint8, device=device)], lambda bucket, number: None)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def backend_of(device: torch.device) -> BroadcastBackend:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def broadcast_buckets(group: Any, buckets: Iterable[Tensor], on_arrival: Callable[[Tensor, int], None]) -> None:
@@ -178,6 +216,9 @@ def address_family(host: str) -> socket.AddressFamily:
 class BroadcastFetch:
     """Receives into memory of its own, which is reused after a release. A round that fails is repeated until the timeout."""
 
+    way: TransferWay = "broadcast"
+    gpu = ""
+
     def __init__(self, options: FetchOptions) -> None:
         self._timeout_s = options.timeout_s
         self._device = options.device
@@ -192,8 +233,10 @@ class BroadcastFetch:
         def memory(backend: BroadcastBackend) -> Tensor:
             return self._allocate(ref.num_bytes, self._device if backend == "nccl" else torch.device("cpu"))
 
-        flat = receive(ref, memory, deadline=time.monotonic() + self._timeout_s)  # after a failure it is not reused
-        return FetchedWeights(ref, "broadcast", views_of(flat, ref.layout), lambda: self._free.append(flat))
+        request = FetchRequest(offer_in(ref, self.way).token, ref.serial, self.gpu)
+        deadline = time.monotonic() + self._timeout_s
+        flat = receive(ref, self.way, request, memory, deadline=deadline)  # after a failure it is not reused
+        return FetchedWeights(ref, self.way, views_of(flat, ref.layout), lambda: self._free.append(flat))
 
     def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         with self._lock:
@@ -204,7 +247,44 @@ class BroadcastFetch:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def receive(ref: WeightsRef, memory: Callable[[BroadcastBackend], Tensor], *, deadline: float) -> Tensor:
+class NcclFetch(BroadcastFetch):
+    """Receives on the GPU. Where the first try fails, it is not tried again: the next way is used from then on."""
+
+    way: TransferWay = "nccl"
+
+    def __init__(self, options: FetchOptions) -> None:
+        super().__init__(structs.replace(options, timeout_s=min(options.timeout_s, NCCL_TRY_S)))
+        self._is_usable: bool | None = None  # None: not known yet
+
+    def can_fetch(self, ref: WeightsRef) -> bool:
+        if self._is_usable is None and self._device.type == "cuda":
+            self._is_usable = None if torch.cuda.is_available() and torch.distributed.is_nccl_available() else False
+        return self._is_usable is not False
+
+    def fetch(self, ref: WeightsRef) -> FetchedWeights:
+        if self._device.type == "cuda":
+            self.gpu = gpu_of(torch.cuda.current_device() if self._device.index is None else self._device.index)
+        try:
+            found = super().fetch(ref)
+        except WeightsUnreachable:
+            self._is_usable = self._is_usable or False
+            raise
+        self._is_usable = True
+        return found
+
+
+def offer_in(ref: WeightsRef, way: TransferWay) -> BroadcastOffer:
+    return msgspec.msgpack.decode(ref.offers[way], type=BroadcastOffer)
+
+
+def receive(
+    ref: WeightsRef,
+    way: TransferWay,
+    request: FetchRequest,
+    memory: Callable[[BroadcastBackend], Tensor],
+    *,
+    deadline: float,
+) -> Tensor:
     """The verified bytes, in the given memory: on the host for gloo, on a device for NCCL.
 
     Raises `WeightsUnreachable` if the sender is gone or refuses, `WeightsSuperseded` if it has newer weights in their place.
@@ -212,7 +292,7 @@ def receive(ref: WeightsRef, memory: Callable[[BroadcastBackend], Tensor], *, de
     retry = Retry(RETRY)
     while True:
         try:
-            return _receive_once(ref, memory, deadline)
+            return _receive_once(ref, offer_in(ref, way), request, memory, deadline)
         except RoundFailed as failure:
             reason, wait_s = str(failure), retry.failed(time.monotonic()) or 0.0
         if time.monotonic() + wait_s > deadline:
@@ -221,11 +301,16 @@ def receive(ref: WeightsRef, memory: Callable[[BroadcastBackend], Tensor], *, de
         time.sleep(wait_s)
 
 
-def _receive_once(ref: WeightsRef, memory: Callable[[BroadcastBackend], Tensor], deadline: float) -> Tensor:
-    offer = msgspec.msgpack.decode(ref.offers["broadcast"], type=BroadcastOffer)
+def _receive_once(
+    ref: WeightsRef,
+    offer: BroadcastOffer,
+    request: FetchRequest,
+    memory: Callable[[BroadcastBackend], Tensor],
+    deadline: float,
+) -> Tensor:
     peer = _connect(ref, offer, deadline)
     try:
-        peer.send(FetchRequest(offer.token, ref.serial))
+        peer.send(request)
         match peer.receive(deadline - time.monotonic()):
             case RoundStart() as start:
                 flat = memory(start.backend)

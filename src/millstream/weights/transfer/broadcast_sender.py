@@ -1,4 +1,5 @@
-"""The transport "broadcast", publisher's side: a thread that sends a version to all receivers that ask at about the same time.
+"""The transports "broadcast" and "nccl", publisher's side: a thread that sends a version to all receivers that ask at about the
+same time.
 
 It listens on one address, and ignores requests without the token. It locks the slot as any reader does, so that the publisher
 can continue: weights that are being sent are not overwritten.
@@ -15,9 +16,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
+from torch import Tensor
 
 from millstream.errors import WeightsError, WeightsSuperseded
 from millstream.weights.transfer.base import StagedVersion, StageOptions, TransportStage, WeightsRef
@@ -31,10 +35,13 @@ from millstream.weights.transfer.broadcast import (
     RoundOver,
     RoundStart,
     address_family,
+    backend_of,
     broadcast_buckets,
     join_group,
     open_group_store,
+    why_no_nccl,
 )
+from millstream.weights.transfer.device_memory import gpu_of
 from millstream.weights.transfer.digests import bucket_spans
 from millstream.weights.transfer.slots import LockedSlot, lock_slot
 
@@ -49,12 +56,14 @@ MAX_WAITING = 4096
 class Receiver(NamedTuple):
     peer: Peer
     serial: int
+    gpu: str  # empty: it receives in the host's memory
 
 
 class BroadcastStage(TransportStage):
     """Runs the sender. Rounds come one after another; meanwhile other receivers wait for the next."""
 
-    needs_host_copy = True
+    copy = "host"
+    gpu = ""  # that it sends from
 
     def __init__(self, options: StageOptions) -> None:
         super().__init__(options)
@@ -104,8 +113,11 @@ class BroadcastStage(TransportStage):
                 case FetchRequest(token=token) if not hmac.compare_digest(token.encode(), self._token.encode()):
                     peer.send(FetchRefused(reason="the token is not that of this publisher"))
                     peer.close()
-                case FetchRequest(serial=serial):
-                    self._receivers.put_nowait(Receiver(peer, serial))
+                case FetchRequest(gpu=gpu) if gpu and gpu == self.gpu:
+                    peer.send(FetchRefused(reason=f"both ends use GPU {gpu}, which NCCL does not allow"))
+                    peer.close()
+                case FetchRequest(serial=serial, gpu=gpu):
+                    self._receivers.put_nowait(Receiver(peer, serial, gpu))
                 case other:
                     raise RoundFailed(f"expected FetchRequest, received {type(other).__name__}")
         except (OSError, RoundFailed, queue.Full) as error:
@@ -120,7 +132,7 @@ class BroadcastStage(TransportStage):
             until = time.monotonic() + TOGETHER_S
             while (left := until - time.monotonic()) > 0:
                 waiting += self._next(left)
-            together = [receiver for receiver in waiting if receiver.serial == waiting[0].serial]
+            together = one_round(waiting)
             waiting = [receiver for receiver in waiting if receiver not in together]
             self._serve([receiver for receiver in together if _is_connected(receiver.peer.connection)])
         while not self._receivers.empty():
@@ -159,17 +171,24 @@ class BroadcastStage(TransportStage):
             for receiver in receivers:
                 receiver.peer.close()
 
+    @property
+    def _device(self) -> torch.device:
+        """That it sends from."""
+        return torch.device("cpu")
+
+    def _source(self, ref: WeightsRef, locked: LockedSlot) -> Tensor:
+        """The bytes of a version, which stay as they are while its slot is locked."""
+        return locked.bytes
+
     def _send(self, ref: WeightsRef, locked: LockedSlot, peers: Sequence[Peer]) -> None:
-        options = self._options
+        options, source, device = self._options, self._source(ref, locked), self._device
+        backend = backend_of(device)
         store, size = open_group_store(options.host, options.round_s), len(peers) + 1
         for rank, peer in enumerate(peers, 1):
-            peer.send(
-                RoundStart(rank=rank, size=size, port=store.port, timeout_s=options.round_s, backend=options.backend)
-            )
-        group = join_group(store, 0, size, backend=options.backend, address=options.host, timeout_s=options.round_s)
-        buckets = (locked.bytes[begin:end] for begin, end in bucket_spans(ref.num_bytes, ref.bucket_bytes))
-        if options.backend == "nccl":
-            buckets = (bucket.to(options.device) for bucket in buckets)
+            peer.send(RoundStart(rank=rank, size=size, port=store.port, timeout_s=options.round_s, backend=backend))
+        group = join_group(store, 0, size, backend=backend, address=options.host, timeout_s=options.round_s)
+        spans = bucket_spans(ref.num_bytes, ref.bucket_bytes)
+        buckets = (source[begin:end].to(device) for begin, end in spans)
         broadcast_buckets(group, buckets, lambda bucket, number: None)
         for peer in peers:
             if not isinstance(peer.receive(options.round_s), Received):
@@ -178,6 +197,36 @@ class BroadcastStage(TransportStage):
         for peer in peers:
             with suppress(RoundFailed):  # it has all that it asked for
                 peer.send(RoundOver())
+
+
+class NcclStage(BroadcastStage):
+    """Sends from the copy on the device. Where there is one on the host only, since another transport needs it, each bucket is
+    brought to the device: another copy of the whole model would take memory from the learner."""
+
+    copy = "either"
+
+    def __init__(self, options: StageOptions) -> None:
+        device = options.buffers.device
+        if why := why_no_nccl(device):
+            raise WeightsError(f'resources.weights has "nccl", and it does not work here ({why}): use "broadcast"')
+        if device.type == "cuda":
+            self.gpu = gpu_of(torch.cuda.current_device() if device.index is None else device.index)
+        super().__init__(options)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._options.buffers.device
+
+    def _source(self, ref: WeightsRef, locked: LockedSlot) -> Tensor:
+        found = self._options.buffers.find(Path(ref.path))
+        return locked.bytes if found is None else found.bytes
+
+
+def one_round(waiting: Sequence[Receiver]) -> list[Receiver]:
+    """Those that ask for the same version as the first. Of receivers on one GPU only the first."""
+    asked = [receiver for receiver in waiting if receiver.serial == waiting[0].serial]
+    seen = [receiver.gpu for receiver in asked]
+    return [one for number, one in enumerate(asked) if not one.gpu or one.gpu not in seen[:number]]
 
 
 def _is_connected(connection: socket.socket) -> bool:

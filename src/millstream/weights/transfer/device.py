@@ -7,11 +7,8 @@ when the buffer may be written again.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from millstream.errors import WeightsError, WeightsUnreachable
@@ -24,78 +21,21 @@ from millstream.weights.transfer.base import (
     TransportStage,
     WeightsRef,
 )
+from millstream.weights.transfer.device_memory import IpcHandle, gpu_of
 from millstream.weights.transfer.digests import verify_all
 from millstream.weights.transfer.slots import lock_slot
 
 
-class IpcHandle(Struct, frozen=True, kw_only=True):
-    """A stretch of a GPU's memory that other processes of the node can open: torch's CUDA IPC handle, field by field."""
-
-    gpu: str
-    """The UUID of the device: processes may number devices differently."""
-    memory: bytes
-    num_bytes: int
-    offset: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    is_event_waited_for: bool
-
-
-class DeviceBuffer:
-    """Memory for one version on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._handle: IpcHandle | None = None
-
-    def reserve(self, num_bytes: int) -> None:
-        """What is written stays. A process that has the handle of the smaller buffer keeps that buffer alive."""
-        if num_bytes > len(self.bytes):
-            room = torch.empty(num_bytes, dtype=torch.uint8, device=self.bytes.device)
-            room[: len(self.bytes)].copy_(self.bytes)
-            self.bytes = room
-            self._handle = None
-
-    def handle(self) -> IpcHandle:
-        """Of all that is written. Returns when the device has finished writing."""
-        torch.cuda.synchronize(self.bytes.device)
-        if self._handle is None:
-            device, memory, num_bytes, offset, counter, counter_offset, event, is_event_waited_for = (
-                self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-            )
-            self._handle = IpcHandle(
-                gpu=gpu_of(device),
-                memory=memory,
-                num_bytes=num_bytes,
-                offset=offset,
-                counter=counter,
-                counter_offset=counter_offset,
-                event=event,
-                is_event_waited_for=is_event_waited_for,
-            )
-        return self._handle
-
-
 class IpcStage(TransportStage):
-    """One buffer for each slot."""
+    copy = "device"
 
     def __init__(self, options: StageOptions) -> None:
         super().__init__(options)
         if not torch.cuda.is_available():
             raise WeightsError('resources.weights has "ipc", and torch sees no GPU here: use "shared"')
-        self._buffers: dict[Path, DeviceBuffer] = {}
-
-    def memory(self, slot: Path) -> DeviceBuffer:
-        if slot not in self._buffers:
-            self._buffers[slot] = DeviceBuffer(self._options.device)
-        return self._buffers[slot]
 
     def stage(self, staged: StagedVersion) -> bytes:
-        return msgspec.msgpack.encode(self._buffers[staged.slot].handle())
-
-    def close(self) -> None:
-        self._buffers.clear()
+        return msgspec.msgpack.encode(self._options.buffers.of(staged.slot).handle())
 
 
 class IpcFetch:
@@ -149,10 +89,6 @@ def open_handle(handle: IpcHandle, num_bytes: int) -> Tensor:
         raise WeightsUnreachable(f"the copy on GPU {handle.gpu} cannot be opened: {error}") from error
     flat = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
     return flat[:num_bytes]
-
-
-def gpu_of(number: int) -> str:
-    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def _visible_gpus() -> list[str]:

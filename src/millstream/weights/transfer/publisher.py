@@ -7,6 +7,7 @@ until two more have been put, unless readers hold all other slots.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
@@ -21,7 +22,6 @@ from millstream.model.shared_memory import ALIGNMENT, Layout, layout_of
 from millstream.rpc.process import own_host, own_node
 from millstream.weights.base import TransferWay
 from millstream.weights.transfer.base import (
-    BroadcastBackend,
     Delivery,
     StagedVersion,
     StageOptions,
@@ -29,10 +29,12 @@ from millstream.weights.transfer.base import (
     TransportStage,
     WeightsRef,
 )
+from millstream.weights.transfer.device_memory import DeviceBuffers
 from millstream.weights.transfer.digests import bucket_digests
 from millstream.weights.transfer.slots import Slot, Slots
 from millstream.weights.transfer.transports import TRANSPORTS
 
+logger = logging.getLogger(__name__)
 MAX_SLOTS = 4
 MAX_DEVICE_SLOTS = 2
 """Where weights are only on a device, whose memory is scarce. With several transports there may be as many slots as on the
@@ -53,12 +55,12 @@ class WeightsPublisher:
         files: Path | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | None = None,
-        backend: BroadcastBackend = "gloo",
         round_s: float = 10.0,
     ) -> None:
         """`host`: the address under which other nodes reach this one; nothing listens on any other. `device`: the GPU with
-        the copy for "ipc" (by default the current one), and from which NCCL sends. `round_s`: how long a broadcast may make
-        no progress before its processes start it again."""
+        the copy for "ipc", and from which "nccl" sends (by default the current one). `round_s`: how long a broadcast may make
+        no progress before its processes start it again. "nccl" is tried here, and left out with a warning where it does not
+        work and there are other ways."""
         _check(ways, bucket_bytes)
         self._node = node
         self._bucket_bytes = bucket_bytes
@@ -67,36 +69,45 @@ class WeightsPublisher:
         self._num_bytes = 0
         self._is_closed = False
         self._lock = threading.Lock()
-        self._slots = Slots(folder, most=MAX_DEVICE_SLOTS if set(ways) == {"ipc"} else MAX_SLOTS)
+        self._slots = Slots(folder, most=MAX_DEVICE_SLOTS if set(ways) <= {"ipc", "nccl"} else MAX_SLOTS)
+        self._buffers = DeviceBuffers(device or torch.device("cuda"))
         options = StageOptions(
             name=self._slots.name,
             host=host,
             files=files,
-            device=device or torch.device("cuda"),
-            backend=backend,
+            buffers=self._buffers,
             round_s=round_s,
             find=self._refs.get,
         )
         self._stages: dict[TransferWay, TransportStage] = {}
         try:
             for way in ways:
-                self._stages[way] = TRANSPORTS[way].stage(options)
+                try:
+                    self._stages[way] = TRANSPORTS[way].stage(options)
+                except WeightsError as error:
+                    if way != "nccl" or len(ways) == 1:
+                        raise
+                    logger.warning("weights do not leave this process by nccl: %s", error)
         except WeightsError:
             self._close_all()
             raise
-        has_device_copy = "ipc" in ways
-        self._has_host_copy = not has_device_copy or any(stage.needs_host_copy for stage in self._stages.values())
+        copies = {stage.copy for stage in self._stages.values()}
+        self._has_device_copy = "device" in copies or ("nccl" in self._stages and "host" not in copies)
+        self._has_host_copy = "host" in copies or not self._has_device_copy
 
     @torch.no_grad()
-    def put(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> WeightsRef:
+    def put(self, version: int, weights: Iterable[tuple[str, Tensor]], layout: Layout | None = None) -> WeightsRef:
         """Copy the tensors, one after another. When it returns, the reference can be fetched, by all transports. Raises
-        `WeightsError` if there is no room, or every slot is in use."""
+        `WeightsError` if there is no room, or every slot is in use. `layout`: of the weights, where they are made one at a
+        time: memory of a device is allocated at once."""
         with self._lock:
             if self._is_closed:
                 raise WeightsError(f"version {version} put into a publisher that is closed")
             slot = self._slots.claim()
             try:
                 slot.begin(version, serial := self._num_put)
+                if layout is not None:
+                    self._num_bytes = layout.ends[-1]
                 staged = self._copy(slot, version, weights)
                 digests = bucket_digests(staged.flat, self._bucket_bytes)
                 offers = {way: stage.stage(staged) for way, stage in self._stages.items()}
@@ -120,16 +131,15 @@ class WeightsPublisher:
             return ref
 
     def _copy(self, slot: Slot, version: int, weights: Iterable[tuple[str, Tensor]]) -> StagedVersion:
-        own = [found for stage in self._stages.values() if (found := stage.memory(slot.path)) is not None]
-        memory: StagingMemory = own[0] if own else slot
-        if own and not self._num_bytes:  # device memory is allocated once, at its full size
+        memory: StagingMemory = self._buffers.of(slot.path) if self._has_device_copy else slot
+        if self._has_device_copy and not self._num_bytes:  # device memory is allocated once, at its full size
             weights = list(weights)
             self._num_bytes = layout_of(dict(weights)).ends[-1]
         memory.reserve(self._num_bytes)
         layout = fill(memory, weights)
         self._num_bytes = layout.ends[-1]
         flat = memory.bytes[: self._num_bytes]
-        if own and self._has_host_copy:
+        if self._has_device_copy and self._has_host_copy:
             slot.reserve(self._num_bytes)
             slot.bytes[: self._num_bytes].copy_(flat)
         return StagedVersion(version=version, slot=slot.path, layout=layout, flat=flat)
@@ -144,6 +154,7 @@ class WeightsPublisher:
     def _close_all(self) -> None:
         for stage in self._stages.values():
             stage.close()
+        self._buffers.clear()
         self._refs.clear()
         self._slots.close()
 

@@ -9,7 +9,7 @@ from millstream.weights.transfer.slots import lock_slot
 
 
 class SharedStage(TransportStage):
-    needs_host_copy = True
+    copy = "host"
 
 
 class SharedFetch:
