@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from millstream.engine import EngineStats, OnSampled
+from millstream.model.lora import LoraConfig
+from millstream.serve.training.base import Shape
 from millstream.serve.training.models import KeyTurns
-from millstream.serve.training.sampling import TURN_REQUESTS, Sampler, TurnEngine, WeightsCache
+from millstream.serve.training.sampling import (
+    MAX_SHAPES,
+    TURN_REQUESTS,
+    Sampler,
+    ShapePool,
+    TurnEngine,
+    WeightsCache,
+)
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
 
 
@@ -70,8 +79,9 @@ class NumberedWeights(WeightsCache):
 
 
 def sampler(number: int) -> Sampler:
+    owner = "other" if number == 8 else "a"
     return Sampler(
-        id=f"s{number}", owner="a", session_id="s", model_id=None, path=None, shape=None, folder=None, version=number
+        id=f"s{number}", owner=owner, session_id="s", model_id=None, path=None, shape=None, folder=None, version=number
     )
 
 
@@ -104,6 +114,11 @@ def test_a_sampler_with_many_requests_lets_others_have_their_turn() -> None:
     assert engine.loaded == [0, 1, 0]
 
 
+def test_a_key_with_many_samplers_waits_as_one() -> None:
+    _, engine = sampled([0, 1, 2, 3, 4, 5, 8])
+    assert engine.loaded == [0, 8, 1, 2, 3, 4, 5]
+
+
 def test_weights_that_are_gone_fail_their_requests_and_no_others() -> None:
     found, _ = sampled([9, 0, 9, 1])
     assert [type(one) for one in found] == [OSError, Completion, OSError, Completion]
@@ -114,3 +129,41 @@ def test_a_cancelled_request_leaves_no_place_taken() -> None:
     assert [type(one) for one in found] == [
         asyncio.CancelledError, asyncio.CancelledError, Completion, asyncio.CancelledError, Completion
     ]  # fmt: skip
+
+
+class Part:
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.is_closed = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def test_engines_are_bounded_and_one_in_use_is_never_closed() -> None:
+    made: list[Part] = []
+
+    def make(shape: Shape) -> Part:
+        made.append(Part(shape))
+        return made[-1]
+
+    async def program() -> None:
+        pool = ShapePool(make)
+
+        async def use(rank: int) -> None:
+            async with pool.of(LoraConfig(rank=rank)) as part:
+                for _ in range(rank % 3):
+                    await asyncio.sleep(0)
+                    assert not part.is_closed and part.shape == LoraConfig(rank=rank)
+                    assert sum(not one.is_closed for one in made) <= MAX_SHAPES
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(use(1 + number * 5 % 7) for number in range(60)))
+            users = [asyncio.create_task(use(20 + number)) for number in range(6)]
+            await asyncio.sleep(0)
+            users[0].cancel()  # while its part is made
+            await asyncio.wait(users)
+        await pool.close()
+        assert all(part.is_closed for part in made)
+
+    asyncio.run(program())

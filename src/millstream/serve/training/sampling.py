@@ -1,7 +1,8 @@
 """Sampling from the weights that a client asks for, while others train: one engine for each shape of weights, used in turns.
 
 Guarantees: every token of a sample is from the weights of its sampler, for weights are exchanged only when no request runs.
-Samplers take turns: when others wait, one starts at most `TURN_REQUESTS` requests in its turn.
+Keys take turns, and so do the samplers of one key: when others wait, a sampler starts at most `TURN_REQUESTS` requests in its
+turn. At most `MAX_SHAPES` engines are in memory.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import asyncio
 import itertools
 import math
 import re
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -33,6 +36,7 @@ from millstream.serve.training.models import TENSORS
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, TrainRow, Weights
 
 TURN_REQUESTS = 256
+MAX_SHAPES = 4  # of which there is an engine, or a scorer, in memory
 MAX_WEIGHTS = 8  # of samplers that are kept in memory; others are read again from their folders
 BASE_LORA = LoraConfig(rank=1)  # of an engine that samples from the base: adapters that change nothing
 SEQUENCE = re.compile(r"(?P<sampler>.+):\d+:\d+:v(?P<version>\d+)")
@@ -67,11 +71,13 @@ class TurnEngine:
     def __init__(self, engine: Engine, weights_of: WeightsCache) -> None:
         self._engine = engine
         self._weights_of = weights_of
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # the sampler whose turn is next comes first
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # samplers of one key in the order of their turns
+        self._last_turn: dict[str, int] = {}  # of each key
         self._current: str | None = None
         self._num_running = 0
         self._num_left = 0  # requests that it may start in this turn while others wait
         self._num_loads = 0
+        self._num_turns = 0
         self._switching: asyncio.Task[None] | None = None
 
     async def generate(self, sampler: Sampler, request: Request) -> Completion:
@@ -114,8 +120,10 @@ class TurnEngine:
     async def _switch(self) -> None:
         if self._current is not None and self._current in self._waiting:
             self._waiting.move_to_end(self._current)
-        waiting = next(iter(self._waiting.values()))
+        waiting = min(self._waiting.values(), key=lambda one: self._last_turn.get(one.sampler.owner, -1))
         sampler = waiting.sampler
+        self._num_turns += 1
+        self._last_turn[sampler.owner] = self._num_turns
         try:
             if sampler.id != self._current:
                 weights = await self._weights_of.get(sampler)
@@ -196,68 +204,107 @@ class _TurnScorer:
         await self._scorer.close()
 
 
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Closable)
+
+
+class ShapePool(Generic[P]):
+    """One part for each shape of weights, made when it is first asked for. Where there are `MAX_SHAPES`, the one that was used
+    least recently makes room, when no request uses it."""
+
+    def __init__(self, make: Callable[[Shape], P]) -> None:
+        self._make = make
+        self._parts: OrderedDict[Shape, P] = OrderedDict()
+        self._num_users: Counter[Shape] = Counter()
+        self._freed = asyncio.Event()
+        self._making = asyncio.Lock()  # FIFO: a new shape is not overtaken by requests for those that are there
+
+    @asynccontextmanager
+    async def of(self, shape: Shape) -> AsyncIterator[P]:
+        async with self._making:
+            if shape not in self._parts:
+                await self._make_room()
+                await self._add(shape)
+            self._parts.move_to_end(shape)
+            self._num_users[shape] += 1
+        try:
+            yield self._parts[shape]
+        finally:
+            self._num_users[shape] -= 1
+            self._freed.set()
+
+    async def _add(self, shape: Shape) -> None:
+        """If the caller is cancelled, the part is made all the same, and kept."""
+        making = asyncio.ensure_future(asyncio.to_thread(self._make, shape))
+        try:
+            await asyncio.shield(making)
+        finally:
+            self._parts[shape] = await making
+
+    async def _make_room(self) -> None:
+        while len(self._parts) >= MAX_SHAPES:
+            idle = [shape for shape in self._parts if not self._num_users[shape]]
+            if idle:
+                del self._num_users[idle[0]]
+                await self._parts.pop(idle[0]).close()
+            else:
+                self._freed.clear()
+                await self._freed.wait()
+
+    async def close(self) -> None:
+        for part in self._parts.values():
+            await part.close()
+
+
 class SamplingPool:
-    """Engines and scorers, made when a shape is first asked for."""
+    """Engines and scorers by the shape of their weights."""
 
     def __init__(self, base: BaseModel) -> None:
+        weights = WeightsCache(base)
         self._base = base
-        self._weights = WeightsCache(base)
-        self._engines: dict[Shape, TurnEngine] = {}
-        self._scorers: dict[Shape, _TurnScorer] = {}
-        self._making = asyncio.Lock()
+        self._engines = ShapePool(lambda shape: TurnEngine(base.make_engine(shape), weights))
+        self._scorers = ShapePool(lambda shape: _TurnScorer(base.make_scorer(shape), weights))
         self._numbers = itertools.count()
 
-    async def sample(self, sampler: Sampler, body: SampleBody) -> Result:
-        """Raises `HttpError`, and what engines raise."""
+    async def sample(self, sampler: Sampler, body: SampleBody) -> tuple[Result, int]:
+        """Also the number of tokens that were sampled. Raises `HttpError`, and what engines raise."""
         body.check()
         tokens = body.prompt.tokens()
         sampling = sampling_of(body.sampling_params, len(tokens), self._base)
         number, given = next(self._numbers), body.sampling_params.seed
-        engine = await self._engine(sampler.shape)
 
-        async def one(index: int) -> Completion:
+        async def one(engine: TurnEngine, index: int) -> Completion:
             names = (index,) if given is not None else (sampler.id, body.seq_id, index)
             seed = derive_seed(given or 0, *names)
             key = RequestKey(group_id=number, member=index)
             return await engine.generate(sampler, Request(key=key, tokens=tokens, sampling=sampling, seed=seed))
 
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(index)) for index in range(body.num_samples)]
+            async with self._engines.of(sampler.shape) as engine, asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(engine, index)) for index in range(body.num_samples)]
                 scoring = group.create_task(self._prompt_logprobs(sampler, body, tokens))
         except* RequestRefused as refused:
             raise HttpError(422, str(refused.exceptions[0])) from refused
         completions = [task.result() for task in tasks]
         if any(completion.finish is Finish.ABORT for completion in completions):
             raise HttpError(503, "the engine was closed while it sampled: try again")
-        return Result(PROTOBUF, write_samples(completions, scoring.result()))
+        num_tokens = sum(len(completion.tokens) for completion in completions)
+        return Result(PROTOBUF, write_samples(completions, scoring.result())), num_tokens
 
     async def _prompt_logprobs(self, sampler: Sampler, body: SampleBody, tokens: Sequence[int]) -> list[float] | None:
         if not body.prompt_logprobs:
             return None
-        found = await (await self._scorer(sampler.shape)).score(sampler, tokens)
+        async with self._scorers.of(sampler.shape) as scorer:
+            found = await scorer.score(sampler, tokens)
         num_skipped = 0 if body.prompt_logprobs_last_n is None else max(0, len(found) - body.prompt_logprobs_last_n)
         return [math.nan] * num_skipped + found[num_skipped:]
 
-    async def _engine(self, shape: Shape) -> TurnEngine:
-        async with self._making:
-            if shape not in self._engines:
-                made = await asyncio.to_thread(self._base.make_engine, shape)
-                self._engines[shape] = TurnEngine(made, self._weights)
-        return self._engines[shape]
-
-    async def _scorer(self, shape: Shape) -> _TurnScorer:
-        async with self._making:
-            if shape not in self._scorers:
-                made = await asyncio.to_thread(self._base.make_scorer, shape)
-                self._scorers[shape] = _TurnScorer(made, self._weights)
-        return self._scorers[shape]
-
     async def close(self) -> None:
-        for engine in self._engines.values():
-            await engine.close()
-        for scorer in self._scorers.values():
-            await scorer.close()
+        await self._engines.close()
+        await self._scorers.close()
 
 
 def sampling_of(body: SamplingBody, num_prompt: int, base: BaseModel) -> Sampling:
