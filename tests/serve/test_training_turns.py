@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from millstream.engine import EngineStats, OnSampled
 from millstream.model.lora import LoraConfig
 from millstream.serve.training.base import Shape
 from millstream.serve.training.models import KeyTurns
-from millstream.serve.training.sampling import (
-    MAX_SHAPES,
-    TURN_REQUESTS,
-    Sampler,
-    ShapePool,
-    TurnEngine,
-    WeightsCache,
-)
+from millstream.serve.training.sampling import MAX_SHAPES, ShapePool
+from millstream.serve.training.turns import TURN_REQUESTS, EnginePlace, Sampler, TurnEngine, WeightsCache
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
 
 
@@ -39,26 +36,35 @@ def test_a_key_with_many_models_and_requests_waits_as_one() -> None:
 
 
 class WeightEngine:
-    """Its only token is the weights that it has. See `millstream.engine.Engine`."""
+    """Its tokens are the weights in the place of the request, before and after. See `millstream.engine.Engine`."""
 
     name, slots, version = "weights", 4, 0
 
-    def __init__(self) -> None:
-        self.loaded: list[int] = []
-        self.num_running = 0
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once  # places that requests wait for, in use beside each other
+        self.loaded: list[tuple[int, ...]] = []
+        self.running: Counter[int] = Counter()
+        self.most_places = 0
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        self.num_running += 1
-        before = self.loaded[-1]
+        place = request.adapter or 0
+        self.running[place] += 1
+        self.most_places = max(self.most_places, sum(num > 0 for num in self.running.values()))
+        before = self.loaded[-1][place]
+        while self.most_places < self.at_once:
+            await asyncio.sleep(0)
         for _ in range(request.seed % 5):
             await asyncio.sleep(0)
-        self.num_running -= 1
-        return Completion(tokens=(before, self.loaded[-1]), logprobs=(0.0, 0.0), versions=(0, 0), finish=Finish.STOP)
+        self.running[place] -= 1
+        after = self.loaded[-1][place]
+        return Completion(tokens=(before, after), logprobs=(0.0, 0.0), versions=(0, 0), finish=Finish.STOP)
 
     async def load(self, version: int, weights: Weights) -> None:
-        assert not self.num_running, "weights are exchanged only when no request runs"
+        values, before = weights["values"], self.loaded[-1] if self.loaded else ()
+        changed = [place for place, (old, new) in enumerate(zip(before, values, strict=False)) if old != new]
+        assert not any(self.running[place] for place in changed), "a place is loaded only when no request uses it"
         await asyncio.sleep(0)
-        self.loaded.append(weights["value"])
+        self.loaded.append(values)
 
     async def abort(self, key: RequestKey) -> None: ...
     async def pause(self) -> None: ...
@@ -67,6 +73,10 @@ class WeightEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
+
+
+def joined(places: Sequence[EnginePlace]) -> Weights:
+    return {"values": tuple(place.weights.get("value", -1) for place in places)}
 
 
 class NumberedWeights(WeightsCache):
@@ -85,10 +95,12 @@ def sampler(number: int) -> Sampler:
     )
 
 
-def sampled(numbers: Sequence[int], *, cancelled: Sequence[int] = ()) -> tuple[list[Any], WeightEngine]:
+def sampled(
+    numbers: Sequence[int], *, cancelled: Sequence[int] = (), num_places: int = 1, at_once: int = 1
+) -> tuple[list[Any], WeightEngine]:
     async def program() -> tuple[list[Any], WeightEngine]:
-        engine = WeightEngine()
-        turns = TurnEngine(engine, NumberedWeights())
+        engine = WeightEngine(at_once)
+        turns = TurnEngine(engine, NumberedWeights(), num_places=num_places, joined=joined)
         tasks = []
         for place, number in enumerate(numbers):
             key = RequestKey(group_id=place, member=0)
@@ -102,30 +114,33 @@ def sampled(numbers: Sequence[int], *, cancelled: Sequence[int] = ()) -> tuple[l
     return asyncio.run(program())
 
 
-def test_every_token_is_from_the_weights_of_its_sampler() -> None:
-    numbers = [place * 7 % 4 for place in range(100)]
-    found, engine = sampled(numbers)
+@pytest.mark.parametrize("num_places", [1, 2, 3])
+def test_every_token_is_from_the_weights_of_its_sampler(num_places: int) -> None:
+    numbers = [place * 7 % 5 for place in range(100)]
+    found, engine = sampled(numbers, num_places=num_places, at_once=num_places)
     assert [one.tokens for one in found] == [(number, number) for number in numbers]
-    assert len(engine.loaded) == 4  # requests of one sampler run together
+    assert len(engine.loaded) == 5  # requests of one sampler run together, and beside those of others
 
 
 def test_a_sampler_with_many_requests_lets_others_have_their_turn() -> None:
     _, engine = sampled([0] * (2 * TURN_REQUESTS + 1) + [1])
-    assert engine.loaded == [0, 1, 0]
+    assert engine.loaded == [(0,), (1,), (0,)]
 
 
 def test_a_key_with_many_samplers_waits_as_one() -> None:
     _, engine = sampled([0, 1, 2, 3, 4, 5, 8])
-    assert engine.loaded == [0, 8, 1, 2, 3, 4, 5]
+    assert engine.loaded == [(number,) for number in (0, 8, 1, 2, 3, 4, 5)]
 
 
-def test_weights_that_are_gone_fail_their_requests_and_no_others() -> None:
-    found, _ = sampled([9, 0, 9, 1])
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_weights_that_are_gone_fail_their_requests_and_no_others(num_places: int) -> None:
+    found, _ = sampled([9, 0, 9, 1], num_places=num_places)
     assert [type(one) for one in found] == [OSError, Completion, OSError, Completion]
 
 
-def test_a_cancelled_request_leaves_no_place_taken() -> None:
-    found, _ = sampled([0, 1, 0, 1, 2], cancelled=[0, 3, 1])
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_a_cancelled_request_leaves_no_place_taken(num_places: int) -> None:
+    found, _ = sampled([0, 1, 0, 1, 2], cancelled=[0, 3, 1], num_places=num_places)
     assert [type(one) for one in found] == [
         asyncio.CancelledError, asyncio.CancelledError, Completion, asyncio.CancelledError, Completion
     ]  # fmt: skip

@@ -25,7 +25,8 @@ from millstream.serve.training.futures import Futures
 from millstream.serve.training.journal import MODEL, read_checkpoint, read_json_file, write_json
 from millstream.serve.training.log import ModelMade, SamplerMade, SessionLogs, SessionStarted
 from millstream.serve.training.models import UNNAMED, KeyTurns, ModelInfo, TrainedModel, json_result, shape_of, unnamed
-from millstream.serve.training.sampling import BASE_LORA, SEQUENCE, Sampler
+from millstream.serve.training.sampling import BASE_LORA, SEQUENCE
+from millstream.serve.training.turns import Sampler
 
 T = TypeVar("T")
 SCHEME = "tinker://"

@@ -1,8 +1,7 @@
-"""Sampling from the weights that a client asks for, while others train: one engine for each shape of weights, used in turns.
+"""Sampling from the weights that a client asks for, while others train.
 
-Guarantees: every token of a sample is from the weights of its sampler, for weights are exchanged only when no request runs.
-Keys take turns, and so do the samplers of one key: when others wait, a sampler starts at most `TURN_REQUESTS` requests in its
-turn. At most `MAX_SHAPES` engines are in memory.
+Adapters of similar ranks share an engine, and a batch (`turns`); models that are trained whole have an engine of their own. At
+most `MAX_SHAPES` engines are in memory, and as many scorers.
 """
 
 from __future__ import annotations
@@ -11,168 +10,30 @@ import asyncio
 import itertools
 import math
 import re
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-from msgspec import Struct
 
-from millstream.engine import Engine
 from millstream.errors import RequestRefused
 from millstream.learner.scorer import TorchScorer
-from millstream.learner.state import read_trained
 from millstream.model.lora import LoraConfig
-from millstream.model.safetensors_io import read_weights
 from millstream.seeds import derive_seed
 from millstream.serve.http import HttpError
 from millstream.serve.training.base import BaseModel, Shape
 from millstream.serve.training.bodies import SampleBody, SamplingBody
 from millstream.serve.training.data import write_samples
 from millstream.serve.training.futures import PROTOBUF, Result
-from millstream.serve.training.models import TENSORS
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling, TrainRow, Weights
+from millstream.serve.training.turns import Sampler, TurnEngine, WeightsCache, joined_adapters
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling, TrainRow
 
-TURN_REQUESTS = 256
 MAX_SHAPES = 4  # of which there is an engine, or a scorer, in memory
-MAX_WEIGHTS = 8  # of samplers that are kept in memory; others are read again from their folders
+NUM_PLACES = 4  # adapters side by side in an engine; its compute for adapters grows with them
+MIN_RANK = 8  # of a place; others are twice as large, four times, ...
 BASE_LORA = LoraConfig(rank=1)  # of an engine that samples from the base: adapters that change nothing
 SEQUENCE = re.compile(r"(?P<sampler>.+):\d+:\d+:v(?P<version>\d+)")
-
-
-class Sampler(Struct, frozen=True, kw_only=True):
-    """A sampling session of the client: one version of the weights."""
-
-    id: str
-    owner: str
-    session_id: str
-    model_id: str | None  # None: the base
-    path: str | None  # as the client names it
-    shape: Shape
-    folder: str | None  # of the checkpoint
-    version: int
-
-    def sequence_id(self, seq_id: int, index: int) -> str:
-        """It tells the version that samples all tokens of the sequence."""
-        return f"{self.id}:{seq_id}:{index}:v{self.version}"
-
-
-class _Waiting:
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
-        self.futures: deque[asyncio.Future[None]] = deque()
-
-
-class TurnEngine:
-    """One engine, used by one sampler at a time."""
-
-    def __init__(self, engine: Engine, weights_of: WeightsCache) -> None:
-        self._engine = engine
-        self._weights_of = weights_of
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # samplers of one key in the order of their turns
-        self._last_turn: dict[str, int] = {}  # of each key
-        self._current: str | None = None
-        self._num_running = 0
-        self._num_left = 0  # requests that it may start in this turn while others wait
-        self._num_loads = 0
-        self._num_turns = 0
-        self._switching: asyncio.Task[None] | None = None
-
-    async def generate(self, sampler: Sampler, request: Request) -> Completion:
-        """Raises what the engine raises."""
-        waiting = self._waiting.setdefault(sampler.id, _Waiting(sampler))
-        turn = asyncio.get_running_loop().create_future()
-        waiting.futures.append(turn)
-        self._advance()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._leave()
-            raise
-        try:
-            return await self._engine.generate(request)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._num_running -= 1
-        self._advance()
-
-    def _advance(self) -> None:
-        """Start what may start now; when nothing runs, exchange the weights for those of the next sampler."""
-        if self._switching is not None and not self._switching.done():
-            return
-        own = self._waiting.get(self._current or "")
-        while own is not None and own.futures and (self._num_left > 0 or len(self._waiting) == 1):
-            turn = own.futures.popleft()
-            if not turn.done():  # else its caller is gone
-                self._num_running += 1
-                self._num_left -= 1
-                turn.set_result(None)
-        if own is not None and not own.futures:
-            del self._waiting[own.sampler.id]
-        if self._num_running == 0 and self._waiting:
-            self._switching = asyncio.create_task(self._switch())
-
-    async def _switch(self) -> None:
-        if self._current is not None and self._current in self._waiting:
-            self._waiting.move_to_end(self._current)
-        waiting = min(self._waiting.values(), key=lambda one: self._last_turn.get(one.sampler.owner, -1))
-        sampler = waiting.sampler
-        self._num_turns += 1
-        self._last_turn[sampler.owner] = self._num_turns
-        try:
-            if sampler.id != self._current:
-                weights = await self._weights_of.get(sampler)
-                self._num_loads += 1
-                await self._engine.load(self._num_loads, weights)
-            self._current = sampler.id
-            self._num_left = TURN_REQUESTS
-        except Exception as error:  # those who wait for these weights get the reason, and the next sampler has its turn
-            self._current = None
-            del self._waiting[sampler.id]
-            for turn in waiting.futures:
-                if not turn.done():
-                    turn.set_exception(error)
-        self._switching = None
-        self._advance()
-
-    async def close(self) -> None:
-        if self._switching is not None:
-            self._switching.cancel()
-        await self._engine.close()
-
-
-class WeightsCache:
-    """The weights of samplers, the last ones used in memory."""
-
-    def __init__(self, base: BaseModel) -> None:
-        self._base = base
-        self._kept: OrderedDict[str, Weights] = OrderedDict()
-
-    async def get(self, sampler: Sampler) -> Weights:
-        """Raises `HttpError` if their checkpoint is gone."""
-        if sampler.id not in self._kept:
-            self._kept[sampler.id] = await asyncio.to_thread(self._read, sampler)
-            if len(self._kept) > MAX_WEIGHTS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(sampler.id)
-        return self._kept[sampler.id]
-
-    def _read(self, sampler: Sampler) -> Weights:
-        if sampler.folder is None:
-            assert sampler.shape is not None
-            return self._base.initial_weights(sampler.shape)
-        folder = Path(sampler.folder)
-        if not folder.is_dir():
-            raise HttpError(
-                404,
-                f"the weights of {sampler.id} are gone: save weights with a name (save_weights_for_sampler) to keep them",
-            )
-        return read_weights(folder / TENSORS)[1] if (folder / TENSORS).is_dir() else read_trained(folder)
 
 
 class _TurnScorer:
@@ -259,13 +120,29 @@ class ShapePool(Generic[P]):
             await part.close()
 
 
+def engine_shape(shape: Shape) -> Shape:
+    """Of the engine for weights of this shape: `NUM_PLACES` adapters on all layers, with a scaling of 1; or the whole model."""
+    if shape is None:
+        return None
+    rank = NUM_PLACES * max(MIN_RANK, 1 << (shape.rank - 1).bit_length())
+    return LoraConfig(rank=rank, alpha=float(rank))
+
+
+def _turn_engine(shape: Shape, base: BaseModel, weights: WeightsCache) -> TurnEngine:
+    if shape is None:
+        return TurnEngine(base.make_engine(None, 1), weights)
+    shapes = {name: tuple(weight.shape) for name, weight in base.initial_weights(shape).items()}
+    engine = base.make_engine(shape, NUM_PLACES)
+    return TurnEngine(engine, weights, num_places=NUM_PLACES, joined=joined_adapters(shapes))
+
+
 class SamplingPool:
     """Engines and scorers by the shape of their weights."""
 
     def __init__(self, base: BaseModel) -> None:
         weights = WeightsCache(base)
         self._base = base
-        self._engines = ShapePool(lambda shape: TurnEngine(base.make_engine(shape), weights))
+        self._engines = ShapePool(lambda shape: _turn_engine(shape, base, weights))
         self._scorers = ShapePool(lambda shape: _TurnScorer(base.make_scorer(shape), weights))
         self._numbers = itertools.count()
 
@@ -283,7 +160,7 @@ class SamplingPool:
             return await engine.generate(sampler, Request(key=key, tokens=tokens, sampling=sampling, seed=seed))
 
         try:
-            async with self._engines.of(sampler.shape) as engine, asyncio.TaskGroup() as group:
+            async with self._engines.of(engine_shape(sampler.shape)) as engine, asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(engine, index)) for index in range(body.num_samples)]
                 scoring = group.create_task(self._prompt_logprobs(sampler, body, tokens))
         except* RequestRefused as refused:

@@ -46,7 +46,8 @@ from millstream.serve.training.journal import JournalEntry
 from millstream.serve.training.log import SamplesDone
 from millstream.serve.training.models import failure
 from millstream.serve.training.registry import Registry
-from millstream.serve.training.sampling import Sampler, SamplingPool
+from millstream.serve.training.sampling import SamplingPool
+from millstream.serve.training.turns import Sampler
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Struct)
