@@ -14,6 +14,7 @@ TRACKERS := .venv-trackers
 MINI := .venv-mini
 ENVS := .venv-envs
 CLASSIC := .venv-verifiers-classic
+COOKBOOK := .peer-cookbook
 # Chats and records, rewards, the model's passes against the library's, adapters, a run from Python, export and push.
 LOWEST_TESTS := tests/env/test_records.py tests/env/test_foreign_rewards.py tests/env/test_dialog.py tests/model/test_compare.py \
 	tests/run/test_passed_data.py tests/run/test_push.py tests/learner/test_adapter_folders.py
@@ -23,7 +24,7 @@ LOWEST_TORCH ?= 2.11.0
 # them. So what is started here has to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-agents test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-agents test-cookbook test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -59,6 +60,10 @@ test-envs: $(ENVS)/.installed $(CLASSIC)/.installed
 test-agents: $(VENV)/.installed-agents $(MINI)/.installed
 	$(BIN)/pytest tests/serve/test_agent_libraries.py
 	PYTHONPATH="$$(echo $(MINI)/lib/python3*/site-packages)" $(BIN)/pytest tests/serve/test_agent_libraries.py -k 'mini or leaves_out'
+
+# tinker-cookbook's loops and trainers against `millstream serve-training`. A few minutes.
+test-cookbook: $(INSTALLED) $(COOKBOOK)/.installed
+	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/pytest -m cookbook tests/serve/test_cookbook.py
 
 # W&B, TensorBoard, MLflow and trackio, offline; OpenTelemetry; Prometheus' parser; a terminal. Without them their tests are skipped.
 test-trackers: $(TRACKERS)/.installed
@@ -209,6 +214,11 @@ $(MINI)/.installed:
 	$(MINI)/bin/pip install --quiet mini-swe-agent==2.4.6 mcp
 	touch $@
 
+# tinker-cookbook requires an older transformers, and runs with this one.
+$(COOKBOOK)/.installed: requirements/cookbook.txt $(INSTALLED)
+	$(BIN)/pip install --quiet --no-compile --no-deps --upgrade --target $(COOKBOOK) --requirement requirements/cookbook.txt
+	touch $@
+
 # Trackers have an environment of their own: MLflow needs an older pyarrow, trackio an older Pillow.
 $(TRACKERS)/.installed: pyproject.toml constraints.txt
 	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
@@ -238,4 +248,4 @@ $(VENV)/.installed-docs: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) $(LOWEST) $(TRACKERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) $(LOWEST) $(TRACKERS) $(COOKBOOK) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -42,6 +42,7 @@ from millstream.learner import LearnerConfig
 from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import ObjectiveSource
+from millstream.learner.optimizer import AdamSettings
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters
@@ -58,12 +59,16 @@ from millstream.model.load import (
 from millstream.model.lora import LoraConfig
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
-from millstream.run.build import build_engine, build_environment, build_sampling
+from millstream.run.build import build_engine, build_environment, build_model, build_sampling
 from millstream.run.check import check_config
 from millstream.run.checkpoint import Checkpoints
 from millstream.run.evaluate import Evaluator, new_waits
 from millstream.run.prepare import Prepared, prepare_run
+from millstream.run.serve_training import base_of
 from millstream.run.text import TokenizerText
+from millstream.serve.training.data import DataLimits, read_pass, row_of
+from millstream.serve.training.losses import loss_named
+from millstream.serve.training.protobuf import write_field
 from millstream.weights import TransferWay
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.broadcast import why_no_nccl

@@ -109,6 +109,8 @@ class Request(Struct, frozen=True, kw_only=True):
     # How many of the last `tokens` were sampled for this request before it was interrupted. Its random stream continues after
     # them, here or on another engine; `max_tokens` counts what is still to come.
     num_sampled: int = 0
+    # Of an engine that has several adapters side by side: the one that samples. None: all of them together, or there is one.
+    adapter: int | None = None
 
     def behind(self, sampled: Sequence[int]) -> Request:
         """What is left of it when these tokens of its answer are there."""

@@ -22,12 +22,20 @@ from millstream.serve.training.bodies import LoraBody
 from millstream.serve.training.journal import CheckpointInfo, read_json_file, write_json
 from millstream.serve.training.losses import loss_named
 from millstream.serve.training.models import shape_of
+from support.training_client import (
+    ADAM,
+    TEXT,
+    client_of,
+    datum,
+    logprobs_of,
+    prompt_of,
+    sampled,
+    step,
+    tinker,
+    trainer,
+    types,
+)
 from support.training_server import KEY, listening, small_base
-
-tinker = pytest.importorskip("tinker")
-types: Any = pytest.importorskip("tinker.types")
-ADAM = {"learning_rate": 5e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-TEXT = [3, 4, 5, 6, 7, 8, 9, 10]
 
 
 @pytest.fixture(scope="module")
@@ -39,45 +47,6 @@ def base() -> BaseModel:
 def url(base: BaseModel, tmp_path: Path) -> Iterator[str]:
     with listening(tmp_path, base=base) as at:
         yield at
-
-
-def client_of(url: str, *, key: str = KEY, **more: Any) -> Any:
-    return tinker.ServiceClient(base_url=url, api_key=key, **more)
-
-
-def trainer(url: str, *, seed: int = 1, **more: Any) -> Any:
-    return client_of(url, **more).create_lora_training_client(base_model="tiny", rank=4, seed=seed)
-
-
-def datum(tokens: list[int], weight: float = 1.0) -> Any:
-    inputs = {"target_tokens": tokens[1:], "weights": [weight] * (len(tokens) - 1)}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-
-
-def sampled(prompt: list[int], sequence: Any, advantage: float) -> Any:
-    """As the client's reinforcement learning loop makes them."""
-    num_before = len(prompt) - 1
-    inputs = {
-        "target_tokens": [0] * num_before + sequence.tokens,
-        "logprobs": [0.0] * num_before + sequence.logprobs,
-        "advantages": [0.0] * num_before + [advantage] * len(sequence.tokens),
-    }
-    return types.Datum(model_input=types.ModelInput.from_ints(prompt + sequence.tokens[:-1]), loss_fn_inputs=inputs)
-
-
-def prompt_of(tokens: list[int]) -> Any:
-    return types.ModelInput.from_ints(tokens)
-
-
-def step(client: Any, data: list[Any], loss: str = "cross_entropy") -> Any:
-    passed, stepped = client.forward_backward(data, loss), client.optim_step(types.AdamParams(**ADAM))
-    stepped.result()
-    return passed.result()
-
-
-def logprobs_of(client: Any, tokens: list[int]) -> list[float]:
-    (found,) = client.forward([datum(tokens)], "cross_entropy").result().loss_fn_outputs
-    return list(found["logprobs"].data)
 
 
 # ---- training
@@ -177,22 +146,6 @@ def test_a_loss_of_ones_own_runs_in_the_client(url: str) -> None:
     assert logprobs_of(one, TEXT) == pytest.approx(logprobs_of(two, TEXT), abs=1e-5)
 
 
-def test_two_models_on_one_base_get_the_weights_that_each_gets_alone(url: str) -> None:
-    alone = trainer(url, seed=7)
-    for _ in range(3):
-        step(alone, [datum(TEXT)])
-    one, two = trainer(url, seed=7), trainer(url, seed=8, key="tml-another")
-    for _ in range(3):
-        futures = [
-            client.forward_backward([datum(text)], "cross_entropy") for client, text in ((one, TEXT), (two, TEXT[::-1]))
-        ]
-        futures += [client.optim_step(types.AdamParams(**ADAM)) for client in (one, two)]
-        for future in futures:
-            future.result()
-    assert logprobs_of(one, TEXT) == pytest.approx(logprobs_of(alone, TEXT), abs=1e-6)
-    assert logprobs_of(two, TEXT[::-1]) != pytest.approx(logprobs_of(one, TEXT[::-1]), abs=1e-2)
-
-
 def test_without_adapters_the_whole_model_is_trained_and_sampled_from(url: str) -> None:
     service = client_of(url)
     body = {"session_id": service.holder.get_session_id(), "model_seq_id": 5, "base_model": "tiny"}
@@ -262,9 +215,9 @@ def test_sampling_parameters_mean_what_they_say(url: str) -> None:
 
 def test_a_policy_learns_from_its_own_samples(url: str) -> None:
     client, rewards = trainer(url), []
-    for step in range(12):
+    for number in range(12):
         sampler = client.save_weights_and_get_sampling_client()
-        params = types.SamplingParams(max_tokens=4, seed=step)
+        params = types.SamplingParams(max_tokens=4, seed=number)
         sequences = sampler.sample(prompt_of(TEXT[:3]), 32, params).result().sequences
         scores = [sum(token == 5 for token in one.tokens) / 4 for one in sequences]
         mean = sum(scores) / len(scores)

@@ -9,6 +9,8 @@ None skipped, none trained twice, none too old, and the totals add up. What is r
     rollouts/        every trained rollout once, as the events have it                   rollout_rules.py, rollout_files.py
     config.toml      as the run wrote it, with the terms that the events have                             config_rules.py
 
+The folder of a training service (`millstream serve-training`) is audited by service_folder.py, with rules of its own.
+
 The audit is an independent reader. It imports nothing of the rest of the package and counts in its own way, so that it does not
 repeat a mistake in the pipeline's counting. `RULES` lists what is proved; a finding names the broken rule, the line or file,
 and the group.
@@ -22,5 +24,24 @@ a run that has kept rollouts, also a few numbers per trained rollout.
 
 from millstream.audit.report import COUNTS, RULES, AuditReport, Finding, report_lines
 from millstream.audit.run_folder import audit
+from millstream.audit.service_folder import (
+    SERVICE_RULES,
+    ServiceReport,
+    audit_service,
+    is_service_folder,
+    service_lines,
+)
 
-__all__ = ["COUNTS", "RULES", "AuditReport", "Finding", "audit", "report_lines"]
+__all__ = [
+    "COUNTS",
+    "RULES",
+    "SERVICE_RULES",
+    "AuditReport",
+    "Finding",
+    "ServiceReport",
+    "audit",
+    "audit_service",
+    "is_service_folder",
+    "report_lines",
+    "service_lines",
+]

@@ -20,7 +20,7 @@ from msgspec import structs
 
 import millstream
 from millstream import config as configs
-from millstream.audit import audit, report_lines
+from millstream.audit import AuditReport, audit, audit_service, is_service_folder, report_lines, service_lines
 from millstream.cli.advise import advise_command, given_lines
 from millstream.cli.calibrate import calibrate_command
 from millstream.cli.common import AsJson, console, errors, errors_shown, keep_stdout
@@ -290,17 +290,28 @@ def _print(found: msgspec.Struct, lines: list[str], *, as_json: bool) -> None:
 
 @app.command(name="audit")
 def audit_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run folder, of an active run or not; or the folder of a training service."
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Verify what happened to every prompt. Reads a run's events and checkpoints. Exit code 1 if something is wrong."""
+    """Verify what happened to every prompt. Reads a run's events and checkpoints; of a training service, its sessions' events
+    and journals. Exit code 1 if something is wrong."""
+    found: AuditReport
     with errors_shown():
-        found = audit(RunFolder.of_run(run_dir, EVENTS).path)
-        if as_json:
-            console.out(msgspec.json.encode(found, enc_hook=str).decode(), highlight=False)
+        if is_service_folder(run_dir):
+            found = service = audit_service(run_dir)
+            lines = service_lines(service)
         else:
-            for line in report_lines(found):
-                console.out(line, highlight=False)
+            found = audit(RunFolder.of_run(run_dir, EVENTS).path)
+            lines = report_lines(found)
+        if as_json:
+            lines = [msgspec.json.encode(found, enc_hook=str).decode()]
+        for line in lines:
+            console.out(line, highlight=False)
     if not found.is_clean:
         raise typer.Exit(1)
 

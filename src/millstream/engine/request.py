@@ -48,14 +48,23 @@ class PartialCompletion:
 
 
 def check_request(
-    request: Request, max_length: int | None, *, num_words: int | None = None, limit: str = CONTEXT_LIMIT
+    request: Request,
+    max_length: int | None,
+    *,
+    num_words: int | None = None,
+    num_adapters: int | None = 0,
+    limit: str = CONTEXT_LIMIT,
 ) -> None:
-    """Raises `RequestRefused` for a request that can never run, or whose failure would break others. `max_length` and
-    `num_words` (ids that the model has an embedding for) None: there is no limit, or it is not known here. `limit`: what sets
-    `max_length`."""
+    """Raises `RequestRefused` for a request that can never run, or whose failure would break others. `max_length`, `num_words`
+    (ids that the model has an embedding for) and `num_adapters` None: there is no limit, or it is not known here. `limit`: what
+    sets `max_length`."""
     wrong = _wrong_sampling(request.sampling) or _wrong_tokens(request, num_words)
     if wrong is not None:
         raise RequestRefused(f"{request.key}: {wrong}")
+    if request.adapter is not None and num_adapters is not None and not 0 <= request.adapter < num_adapters:
+        raise RequestRefused(
+            f"{request.key}: adapter {request.adapter}, and this engine has {num_adapters} to choose from"
+        )
     if max_length is not None and len(request.tokens) + request.sampling.max_tokens > max_length:
         raise RequestRefused(
             f"{request.key}: a prompt of {len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} "

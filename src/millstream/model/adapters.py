@@ -51,7 +51,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(lora, model, adapter_name=NAME)
     generator = torch.Generator().manual_seed(seed)
-    for layer in _adapted(model).values():
+    for layer in adapted_layers(model).values():
         down = layer.lora_A[NAME].weight
         random = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
         down.data.copy_(random)
@@ -116,7 +116,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return sorted(config.targets or linear)
 
 
-def _adapted(model: PreTrainedModel) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers with an adapter, by name. Empty if the whole model is trained."""
     if not hasattr(model, "peft_config"):
         return {}
@@ -163,7 +163,7 @@ def random_adapters(model: PreTrainedModel) -> Iterator[None]:
     were."""
     generator = torch.Generator().manual_seed(0)
     kept = []
-    for layer in _adapted(model).values():
+    for layer in adapted_layers(model).values():
         base, down, up = (one.weight.data for one in (layer.get_base_layer(), layer.lora_A[NAME], layer.lora_B[NAME]))
         kept.append((up, up.clone()))
         size = 0.1 * float(base.std() / down.std()) / (layer.scaling[NAME] * len(down) ** 0.5)
@@ -192,7 +192,7 @@ def copy_of(model: PreTrainedModel) -> PreTrainedModel:
 def merged(model: PreTrainedModel) -> PreTrainedModel:
     """The same function as an ordinary model. Adapted layers get weights of their own, on the host; all others are shared."""
     ordinary = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    for name, layer in _adapted(ordinary).items():
+    for name, layer in adapted_layers(ordinary).items():
         base = layer.get_base_layer()
         down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         weight = base.weight.float() + layer.scaling[NAME] * (up.float() @ down.float())

@@ -16,6 +16,7 @@ from millstream.engine import Engine, EngineConfig
 from millstream.learner import LearnerConfig
 from millstream.learner.direct import DirectLearner
 from millstream.learner.scorer import TorchScorer
+from millstream.model.adapter_rows import add_adapter_rows
 from millstream.model.adapters import add_adapters, trained_weights
 from millstream.model.load import context_length, set_up_cpu
 from millstream.model.locate import check_path
@@ -54,10 +55,11 @@ class BaseParts:
     def learner(self, shape: Shape, seed: int) -> DirectLearner:
         return DirectLearner(self.copy(shape, seed), self._learner, supervised(), tokenizer=self._tokenizer)
 
-    def engine(self, shape: Shape) -> Engine:
-        return build_engine(
-            self._engine, self.copy(shape), clock=RealClock(), sink=PathSink(), tokenizer=self._tokenizer
-        )
+    def engine(self, shape: Shape, num_adapters: int) -> Engine:
+        model = self.copy(shape)
+        if num_adapters > 1:
+            add_adapter_rows(model, num_adapters)
+        return build_engine(self._engine, model, clock=RealClock(), sink=PathSink(), tokenizer=self._tokenizer)
 
     def scorer(self, shape: Shape) -> TorchScorer:
         return TorchScorer(self.copy(shape), name="scorer")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from millstream.engine.native.plain import PLAIN, Heads
+from millstream.model.adapter_rows import AdapterRows, adapter_rows_of
 from millstream.model.adapters import linear_parts
 from millstream.model.attention import Rule
 
@@ -32,20 +33,29 @@ class LowRankPart(NamedTuple):
 
 
 class Product:
-    """The weights of the layers one after the other. Without adapters, `down_QI` is None and `adapters` is empty."""
+    """The weights of the layers one after the other. Without adapters, `down_QI` is None and `adapters` is empty. `rows`: where
+    there are several adapters side by side."""
 
     def __init__(
-        self, weight_EI: Tensor, bias_E: Tensor | None, down_QI: Tensor | None, adapters: Sequence[LowRankPart]
+        self,
+        weight_EI: Tensor,
+        bias_E: Tensor | None,
+        down_QI: Tensor | None,
+        adapters: Sequence[LowRankPart],
+        rows: AdapterRows | None,
     ) -> None:
         self._weight = weight_EI
         self._bias = bias_E
         self._down = down_QI
         self._adapters = adapters
+        self._rows = rows
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         out_NE = F.linear(x_NI, self._weight, self._bias)
         if self._down is not None:
             low_NQ = F.linear(x_NI, self._down)
+            if self._rows is not None:
+                low_NQ = self._rows.cut(low_NQ)
             for part in self._adapters:
                 out_NE[:, part.outputs].addmm_(low_NQ[:, part.ranks], part.up.T, alpha=part.scaling)
         return out_NE
@@ -73,7 +83,7 @@ def product_of(*modules: nn.Module) -> Product | None:
         at = end
     weight = join([base.weight for base in bases])
     bias = None if bases[0].bias is None else join([base.bias for base in bases])
-    return Product(weight, bias, join(downs) if downs else None, low)
+    return Product(weight, bias, join(downs) if downs else None, low, adapter_rows_of(modules[0]))
 
 
 def adapted_mlp(module: Any, activation: str) -> Callable[..., Tensor] | None:

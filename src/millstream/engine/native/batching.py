@@ -36,6 +36,7 @@ from millstream.engine.native.speculation import Speculator
 from millstream.engine.native.strings import DecodeTokens, ends_with_one
 from millstream.engine.request import CACHE_LIMIT, CONTEXT_LIMIT, ROPE_LIMIT, check_request
 from millstream.errors import EngineError, RequestRefused
+from millstream.model.adapter_rows import adapter_rows_of
 from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers, context_length, rope_limit
 from millstream.types import ComputePath, Finish, Request, RequestKey, Sampled, Weights
@@ -86,6 +87,8 @@ class Batcher:
         self._speculator = Speculator(0) if speculator is None else speculator
         self._limit = _limit_of(model, self._runner.max_length)
         self._num_words = model.get_input_embeddings().weight.shape[0]
+        rows = adapter_rows_of(model)
+        self._num_adapters = 0 if rows is None else rows.num
         self._waiting: deque[TokenSequence] = deque()
         self._running: list[TokenSequence] = []
         self._pending: deque[_LaunchedStep] = deque()
@@ -147,7 +150,13 @@ class Batcher:
         return self._runner.max_length
 
     def add(self, request: Request, *, is_watched: bool = False) -> None:
-        check_request(request, self._runner.max_length, num_words=self._num_words, limit=self._limit)
+        check_request(
+            request,
+            self._runner.max_length,
+            num_words=self._num_words,
+            num_adapters=self._num_adapters,
+            limit=self._limit,
+        )
         if request.sampling.stop_strings and self._decode is None:
             raise RequestRefused(f"{request.key}: stop strings need a tokenizer, and this engine was built without one")
         self._waiting.append(TokenSequence(request, is_watched=is_watched))

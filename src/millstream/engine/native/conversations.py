@@ -34,13 +34,14 @@ class ConversationPages:
     def begin(self, sequence: TokenSequence) -> None:
         """Give the sequence the pages that have its first tokens, without the last token in any case."""
         tokens, key, size = sequence.all_tokens, sequence.request.key, self._allocator.size
-        root, num_last = self._remembered.get(key.conversation, _Remembered(self._allocator.root))
+        present = self._allocator.root_of(sequence.request.adapter)
+        root, num_last = self._remembered.get(key.conversation, _Remembered(present))
         if key.is_first_turn:
-            root = self._allocator.root
+            root = present
         sequence.pages, sequence.last_page_number = self._allocator.match(tokens, root, key.conversation)
         sequence.num_named = len(sequence.pages)
         sequence.num_computed = sequence.num_named * size
-        sequence.is_mixed = root != self._allocator.root
+        sequence.is_mixed = root != present
         end = sequence.num_computed + num_last
         if end < len(tokens):
             part = tokens[sequence.num_computed : end]

@@ -85,7 +85,7 @@ class TorchEngine:
         return self._version
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        check_request(request, self._max_length)
+        check_request(request, self._max_length, num_adapters=None)
         waiter = _Waiter[Completion](on_sampled)
         with self._lock:
             if request.key in self._requests:

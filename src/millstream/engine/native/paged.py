@@ -45,6 +45,7 @@ from millstream.engine.native.sampling import is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
 from millstream.engine.native.speculation import MAX_ROWS
 from millstream.errors import EngineError
+from millstream.model.adapter_rows import adapter_rows_of
 from millstream.model.attention import on_device
 from millstream.model.gpu_share import URGENT
 from millstream.model.load import context_length
@@ -110,6 +111,9 @@ class PagedRunner:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Entries of the table that have changed since the last launch: slot, index, page.
         self._table_changes: list[tuple[int, int, int]] = []
+        self._adapters = adapter_rows_of(model)
+        self._adapter_of_slot = torch.zeros(num_slots + 1, dtype=torch.int64, device=self._device)
+        self._adapter_changes: dict[int, int] = {}
         # Of each row: its slot, its position, where its token is and where its sample goes in `_last`; the random number and
         # the temperature (float32).
         self._inputs = torch.zeros(6, wide_size(self._max_rows), dtype=torch.int32, device=self._device)
@@ -175,6 +179,8 @@ class PagedRunner:
         sequence.slot = self._free_slots.pop()
         sequence.pages += taken
         self._table_changes += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
+        if self._adapters is not None:
+            self._adapter_changes[sequence.slot] = self._adapters.number_of(sequence.request.adapter)
         return True
 
     def will_compute(self, sequence: TokenSequence, end: int) -> None:
@@ -261,6 +267,14 @@ class PagedRunner:
             slots, indices, pages = on_device(np.array(self._table_changes, np.int64).T.copy(), self._device)
             self._pools.table.index_put_((slots, indices), pages.int())
             self._table_changes.clear()
+        if self._adapter_changes:
+            changed = on_device(np.array(list(self._adapter_changes.items()), np.int64).T.copy(), self._device)
+            self._adapter_of_slot[changed[0]] = changed[1]
+            self._adapter_changes.clear()
+
+    def _using(self, slots_N: Tensor) -> AbstractContextManager[None]:
+        """The adapter of every row, where there are several."""
+        return nullcontext() if self._adapters is None else self._adapters.using(self._adapter_of_slot[slots_N.long()])
 
     def _decode(self, sequences: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities of the rows of these sequences, then of those chunks that are a request's last. Valid
@@ -323,12 +337,13 @@ class PagedRunner:
         self, kind: type[DecodePass | WidePass], size: int, restrictions: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         slots, positions, sources, targets = self._inputs[:4, :size]
-        out = self._model(
-            input_ids=self._last[sources.long()][None],
-            position_ids=positions[None],
-            use_cache=False,
-            context=kind(self._pools, slots, positions),
-        )
+        with self._using(slots):
+            out = self._model(
+                input_ids=self._last[sources.long()][None],
+                position_ids=positions[None],
+                use_cache=False,
+                context=kind(self._pools, slots, positions),
+            )
         numbers, temperatures = self._inputs[4:, :size].view(torch.float32)
         return self._draw(out.logits[0], targets.long(), numbers, temperatures, restrictions)
 
@@ -355,13 +370,14 @@ class PagedRunner:
         context = PrefillPass(self._pools, [(chunk.sequence.slot, chunk.begin, chunk.end) for chunk in chunks])
         ends = np.cumsum([chunk.end - chunk.begin for chunk in chunks])
         last = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        out = self._model(
-            input_ids=on_device(np.array(tokens, np.int64)[None], self._device),
-            position_ids=context.positions_N[None],
-            use_cache=False,
-            context=context,
-            logits_to_keep=on_device(ends[last] - 1, self._device),
-        )
+        with self._using(context.slots_N):
+            out = self._model(
+                input_ids=on_device(np.array(tokens, np.int64)[None], self._device),
+                position_ids=context.positions_N[None],
+                use_cache=False,
+                context=context,
+                logits_to_keep=on_device(ends[last] - 1, self._device),
+            )
         sequences = [chunks[index].sequence for index in last]
         if not sequences:
             nothing = torch.zeros(0, device=self._device)

@@ -33,7 +33,7 @@ class PageAllocator:
     needed. Pages are found by their tokens *and all tokens before them*: a page's name is the number of the page before it,
     its tokens, and its owner. Numbers are never used twice, so that nothing is found after a page that is gone. Full pages have
     names, and the last page of a conversation between two turns, which only that conversation finds. `root` is the number of
-    the empty prefix under the present weights.
+    the empty prefix under the present weights, `root_of` that under one of several adapters.
     """
 
     def __init__(self, num_pages: int, size: int) -> None:
@@ -46,10 +46,18 @@ class PageAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()  # named pages without a user, the longest unused first
         self._numbers = itertools.count(START + 1)
         self.root = START
+        self._adapter_roots: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free) + len(self._idle)
+
+    def root_of(self, adapter: int | None) -> int:
+        if adapter is None:
+            return self.root
+        if adapter not in self._adapter_roots:
+            self._adapter_roots[adapter] = next(self._numbers)
+        return self._adapter_roots[adapter]
 
     def take(self, count: int) -> list[int] | None:
         """`count` pages, or none."""
@@ -111,6 +119,7 @@ class PageAllocator:
     def renew(self) -> None:
         """The weights have changed: pages of the old ones are found only from their own root."""
         self.root = next(self._numbers)
+        self._adapter_roots.clear()
 
     def forget(self) -> None:
         """No page has a name any more."""

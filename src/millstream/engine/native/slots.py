@@ -25,6 +25,7 @@ from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.sequence import TokenSequence
 from millstream.errors import ModelError
+from millstream.model.adapter_rows import adapter_rows_of
 from millstream.model.attention import Packed, Rule, on_device, rows_of, scores, within_window
 from millstream.model.load import context_length
 from millstream.types import ComputePath
@@ -46,6 +47,7 @@ class SlotRunner:
         count = fused.FusedCount(0, 0) if why_unfused else fuse_model(model)
         self.path = ComputePath(f"a slot for each request, {count.words}", why_unfused or count.why(model))
         self._model = model
+        self._adapters = adapter_rows_of(model)
         self._device = next(model.parameters()).device
         self._cache = SlotCache(num_slots)
         self._num_layers = model.config.get_text_config().num_hidden_layers
@@ -90,13 +92,22 @@ class SlotRunner:
         prefill = _Prefill(self._cache, joining, first_slot=len(decoding), device=self._device) if joining else None
         decode = _Decode(self._cache, decoding, lengths[: len(decoding)], device=self._device) if decoding else None
         context = _StepContext(decode, prefill)
-        out = self._model(**context.inputs(), use_cache=False, context=context)
+        with self._using(decoding, prefill):
+            out = self._model(**context.inputs(), use_cache=False, context=context)
         self._check_layers()
         logits_RV = context.per_request(out.logits[0].float())
         positions = [sequence.request.num_sampled + len(sequence.tokens) for sequence in sequences]
         uniforms_R = uniforms([sequence.request.seed for sequence in sequences], positions)
         drawn = sample(logits_RV, [sequence.request.sampling for sequence in sequences], uniforms_R)
         return lambda: drawn
+
+    def _using(self, decoding: Sequence[TokenSequence], prefill: _Prefill | None) -> AbstractContextManager[None]:
+        """The adapter of every row, where there are several."""
+        if self._adapters is None:
+            return nullcontext()
+        of_rows = [sequence.request.adapter for sequence in decoding] + ([] if prefill is None else prefill.adapters)
+        numbers = [self._adapters.number_of(adapter) for adapter in of_rows]
+        return self._adapters.using(torch.tensor(numbers, device=self._device))
 
     def _check_layers(self) -> None:
         """Every layer must have used our attention: else the model has a state that is not in our cache."""
@@ -162,20 +173,21 @@ class SlotCache:
 class _Prefill(Packed):
     """Prompts attend to themselves; their keys and values are stored in the slots that start at `first_slot`.
 
-    Each distinct prompt is computed once; `rows` says which one each joining request has."""
+    Each distinct prompt of an adapter is computed once; `rows` says which one each joining request has."""
 
     def __init__(
         self, cache: SlotCache, joining: Sequence[TokenSequence], *, first_slot: int, device: torch.device
     ) -> None:
-        all_tokens = [sequence.all_tokens for sequence in joining]
-        prompts = list(dict.fromkeys(all_tokens))
-        row_of = {prompt: row for row, prompt in enumerate(prompts)}
+        asked = [(sequence.request.adapter, sequence.all_tokens) for sequence in joining]
+        row_of = {one: row for row, one in enumerate(dict.fromkeys(asked))}
+        prompts = [tokens for _, tokens in row_of]
+        self.adapters = [adapter for adapter, tokens in row_of for _ in tokens]  # of each token
         lengths_P = np.array([len(prompt) for prompt in prompts])
         ends_P = lengths_P.cumsum()
         super().__init__(rows_of(lengths_P.tolist()), device)
         self.tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         self.last = on_device(ends_P - 1, device)
-        rows_J = np.array([row_of[tokens] for tokens in all_tokens])
+        rows_J = np.array([row_of[one] for one in asked])
         self.rows = on_device(rows_J, device)
         lengths_J = lengths_P[rows_J]
         begins_J = lengths_J.cumsum() - lengths_J

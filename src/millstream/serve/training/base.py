@@ -28,6 +28,6 @@ class BaseModel(Struct, frozen=True, kw_only=True):
     attention_layers: tuple[str, ...]  # names of linear layers, as in `LoraConfig.targets`
     mlp_layers: tuple[str, ...]
     make_learner: Callable[[Shape, int], DirectLearner]  # with the seed of new adapters
-    make_engine: Callable[[Shape], Engine]
+    make_engine: Callable[[Shape, int], Engine]  # with the number of adapters side by side
     make_scorer: Callable[[Shape], TorchScorer]
     initial_weights: Callable[[LoraConfig], Weights]  # of adapters that change nothing

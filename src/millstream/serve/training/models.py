@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from millstream.errors import MillstreamError
+from millstream.events import Event
 from millstream.learner.direct import DirectLearner
 from millstream.model.lora import LoraConfig
 from millstream.model.safetensors_io import write_weights
@@ -36,6 +37,15 @@ from millstream.serve.training.journal import (
     SnapshotInfo,
     read_checkpoint,
     write_checkpoint,
+)
+from millstream.serve.training.log import (
+    ModelRestored,
+    PassRecord,
+    RequestAccepted,
+    RequestDone,
+    SessionLogs,
+    TrainedRow,
+    digest_of,
 )
 from millstream.serve.training.losses import loss_named
 
@@ -93,10 +103,20 @@ def failure(message: str, category: str) -> Result:
     return json_result({"error": message, "category": category})
 
 
+def _refused(message: str, category: str) -> _Answer:
+    return _Answer(failure(message, category), message)
+
+
 VersionOf = Callable[[str], int | None]
 """From a sequence_id to the version that sampled it. None: it was not sampled from this model."""
 FindCheckpoint = Callable[[str, str], tuple[ModelInfo, Path]]
 """From a path and an owner to the model that it is of, and its folder."""
+
+
+class _Answer(NamedTuple):
+    result: Result
+    error: str | None = None
+    passed: PassRecord | None = None
 
 
 class TrainedModel:
@@ -109,6 +129,7 @@ class TrainedModel:
         base: BaseModel,
         futures: Futures,
         turns: KeyTurns,
+        logs: SessionLogs,
         *,
         version_of: VersionOf,
         find_checkpoint: FindCheckpoint,
@@ -120,6 +141,7 @@ class TrainedModel:
         self._base = base
         self._futures = futures
         self._turns = turns
+        self._logs = logs
         self._version_of = version_of
         self._find_checkpoint = find_checkpoint
         self._journal = RequestJournal(folder)
@@ -143,6 +165,7 @@ class TrainedModel:
             await self.learner.restore_from(folder, has_optimizer=True)
         self.version = snapshot.version
         self._next = snapshot.next_seq_id
+        self._emit(ModelRestored(at=time.time(), model=self.info.id, version=self.version, next_seq_id=self._next))
         for request_id, result in snapshot.results.items():
             self._promise(request_id, is_replayed=True)
             self._futures.resolve(request_id, result)
@@ -150,6 +173,9 @@ class TrainedModel:
             self._promise(self.request_id(entry.seq_id), is_replayed=True)
             self._waiting[entry.seq_id] = entry
         self._work_on()
+
+    def _emit(self, event: Event) -> None:
+        self._logs.emit(self.info.session_id, event)
 
     def request_id(self, seq_id: int) -> str:
         return f"{self.info.id}:{seq_id}"
@@ -170,6 +196,15 @@ class TrainedModel:
             if entry.seq_id != self._next:  # the one that all others wait for is never refused
                 self._check_room(len(entry.body))
             await asyncio.to_thread(self._journal.append, entry)
+            self._emit(
+                RequestAccepted(
+                    at=time.time(),
+                    model=self.info.id,
+                    seq_id=entry.seq_id,
+                    request=entry.kind,
+                    digest=digest_of(entry.body),
+                )
+            )
             self._promise(request_id)
             self._waiting[entry.seq_id] = entry
         self._work_on()
@@ -188,12 +223,25 @@ class TrainedModel:
     async def _work(self) -> None:
         while (entry := self._waiting.get(self._next)) is not None:
             async with self._turns.turn(self.info.owner):
-                began = time.monotonic()
-                result = await self._answer(entry)
+                began, version = time.monotonic(), self.version
+                answer = await self._answer(entry)
                 self._replay_s += time.monotonic() - began
+                self._emit(
+                    RequestDone(
+                        at=time.time(),
+                        model=self.info.id,
+                        seq_id=entry.seq_id,
+                        request=entry.kind,
+                        version=version,
+                        next_version=self.version,
+                        digest=digest_of(answer.result.body),
+                        error=answer.error,
+                        passed=answer.passed,
+                    )
+                )
             del self._waiting[entry.seq_id]
             self._next += 1
-            self._futures.resolve(self.request_id(entry.seq_id), result)
+            self._futures.resolve(self.request_id(entry.seq_id), answer.result)
             self.last_used = time.monotonic()
             is_long = self._journal.num_bytes > MAX_JOURNAL_BYTES or self._replay_s > MAX_REPLAY_S
             if not self._has_gradient and (is_long or entry.kind == "load_weights"):
@@ -212,30 +260,30 @@ class TrainedModel:
             logger.warning("no snapshot of %s: %s", self.info.id, error)
         self._replay_s = 0.0
 
-    async def _answer(self, entry: JournalEntry) -> Result:
+    async def _answer(self, entry: JournalEntry) -> _Answer:
         try:
             match entry.kind:
                 case "forward_backward":
                     return await self._pass(entry.body)
                 case "optim_step":
-                    return await self._step(read_json(entry.body, OptimStepBody))
+                    return _Answer(await self._step(read_json(entry.body, OptimStepBody)))
                 case "save_weights":
-                    return await self._save(read_json(entry.body, SaveBody))
+                    return _Answer(await self._save(read_json(entry.body, SaveBody)))
                 case "save_weights_for_sampler":
-                    return await self._save_for_sampler(read_json(entry.body, SaveBody))
+                    return _Answer(await self._save_for_sampler(read_json(entry.body, SaveBody)))
                 case "load_weights":
-                    return await self._load(read_json(entry.body, LoadBody))
+                    return _Answer(await self._load(read_json(entry.body, LoadBody)))
                 case other:
-                    return failure(f"{other} is not supported", "user")
+                    return _refused(f"{other} is not supported", "user")
         except HttpError as refused:
-            return failure(str(refused), "user" if refused.status < 500 else "server")
+            return _refused(str(refused), "user" if refused.status < 500 else "server")
         except MillstreamError as error:
-            return failure(str(error), "server")
+            return _refused(str(error), "server")
         except Exception as error:  # one request fails, and the service continues: the client gets the reason
             logger.exception("%s %s of %s failed", entry.kind, entry.seq_id, self.info.id)
-            return failure(f"{type(error).__name__}: {error}", "server")
+            return _refused(f"{type(error).__name__}: {error}", "server")
 
-    async def _pass(self, body: bytes) -> Result:
+    async def _pass(self, body: bytes) -> _Answer:
         asked = read_pass(body)
         kind, loss = loss_named(asked.loss_fn, asked.settings)
         limits = DataLimits(self._base.vocabulary, self._base.context)
@@ -251,7 +299,13 @@ class TrainedModel:
             self._has_gradient = True
             scores = await self.learner.forward_backward(rows, loss)
         shapes = [datum.inputs["target_tokens"].shape for datum in asked.data]
-        return Result(PROTOBUF, write_pass(scores, shapes))
+        record = PassRecord(
+            loss_fn=asked.loss_fn,
+            is_backward=not asked.is_forward_only,
+            is_sampled=kind.is_sampled,
+            rows=[TrainedRow(len(one.tokens), sorted({of.sequence_id for of in one.sources})) for one in asked.data],
+        )
+        return _Answer(Result(PROTOBUF, write_pass(scores, shapes)), passed=record)
 
     def _check_lag(self, number: int, datum: Datum, max_lag: int) -> None:
         """Raises `HttpError` for data that is older than the session's bound, or does not say how old it is."""

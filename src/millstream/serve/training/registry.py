@@ -1,6 +1,6 @@
 """Sessions, models and samplers by their ids: in memory, and in the service's folder, from which they come back.
 
-    sessions/ID.json                     a session
+    sessions/ID.json, sessions/ID.jsonl  a session, and its events: see `log`
     models/ID/                           a model: see `journal`
     samplers/ID.json                     a sampling session
 
@@ -14,7 +14,7 @@ import secrets
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -23,11 +23,15 @@ from millstream.serve.training.base import BaseModel
 from millstream.serve.training.bodies import CreateModelBody, CreateSamplingBody, Metadata
 from millstream.serve.training.futures import Futures
 from millstream.serve.training.journal import MODEL, read_checkpoint, read_json_file, write_json
+from millstream.serve.training.log import ModelMade, SamplerMade, SessionLogs, SessionStarted
 from millstream.serve.training.models import UNNAMED, KeyTurns, ModelInfo, TrainedModel, json_result, shape_of, unnamed
-from millstream.serve.training.sampling import BASE_LORA, SEQUENCE, Sampler
+from millstream.serve.training.sampling import BASE_LORA, SEQUENCE
+from millstream.serve.training.turns import Sampler
 
+T = TypeVar("T")
 SCHEME = "tinker://"
 KINDS = ("weights", "sampler_weights")
+MAX_CACHED = 10_000  # sessions in memory, and samplers: others are read from the folder
 
 
 class TrainingSession(Struct, frozen=True, kw_only=True):
@@ -46,6 +50,7 @@ class Registry:
         self._futures = futures
         self._max_models = max_models
         self._turns = KeyTurns()
+        self.logs = SessionLogs(folder / "sessions")
         self._sessions: dict[str, TrainingSession] = {}
         self._models: dict[str, TrainedModel] = {}
         self._samplers: dict[str, Sampler] = {}
@@ -59,13 +64,14 @@ class Registry:
         session = TrainingSession(
             id=secrets.token_hex(12), owner=owner, max_lag=_max_lag(metadata or {}), created=time.time()
         )
+        self.logs.emit(session.id, SessionStarted(at=time.time(), session=session.id, max_lag=session.max_lag))
         write_json(self._folder / "sessions" / f"{session.id}.json", session)
-        self._sessions[session.id] = session
+        _keep(self._sessions, session.id, session)
         return session
 
     def session(self, session_id: str, owner: str) -> TrainingSession:
         if session_id not in self._sessions and (path := self._path("sessions", session_id)).is_file():
-            self._sessions[session_id] = read_json_file(path, TrainingSession)
+            _keep(self._sessions, session_id, read_json_file(path, TrainingSession))
         found = self._sessions.get(session_id)
         if found is None or found.owner != owner or found.id != session_id:
             raise HttpError(404, f"no session {session_id!r}")
@@ -99,6 +105,8 @@ class Registry:
                     created=time.time(),
                 )
                 folder.mkdir(exist_ok=True)
+                rank = None if info.lora is None else info.lora.rank
+                self.logs.emit(session.id, ModelMade(at=time.time(), model=model_id, rank=rank, seed=info.seed))
                 write_json(folder / MODEL, info)
         await self.model(model_id, owner)
         request_id = f"{model_id}:0"
@@ -142,6 +150,7 @@ class Registry:
             self._base,
             self._futures,
             self._turns,
+            self.logs,
             version_of=version_of,
             find_checkpoint=self.checkpoint,
         )
@@ -225,8 +234,10 @@ class Registry:
             folder=None if folder is None else str(folder),
             version=0 if checkpoint is None else checkpoint.version,
         )
+        event = SamplerMade(at=time.time(), sampler=made.id, model=made.model_id, version=made.version)
+        self.logs.emit(session_id, event)
         write_json(self._path("samplers", sampler_id), made)
-        self._samplers[sampler_id] = made
+        _keep(self._samplers, sampler_id, made)
         return made
 
     def sampler(self, sampler_id: str, owner: str) -> Sampler:
@@ -246,7 +257,7 @@ class Registry:
 
     def _find_sampler(self, sampler_id: str) -> Sampler | None:
         if sampler_id not in self._samplers and (path := self._path("samplers", sampler_id)).is_file():
-            self._samplers[sampler_id] = read_json_file(path, Sampler)
+            _keep(self._samplers, sampler_id, read_json_file(path, Sampler))
         found = self._samplers.get(sampler_id)
         return found if found is not None and found.id == sampler_id else None
 
@@ -260,6 +271,12 @@ class Registry:
     async def close(self) -> None:
         for model in self._models.values():
             await model.close()
+
+
+def _keep(cache: dict[str, T], name: str, value: T) -> None:
+    if len(cache) >= MAX_CACHED:
+        del cache[next(iter(cache))]
+    cache[name] = value
 
 
 def _max_lag(metadata: Metadata) -> int | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -42,9 +43,11 @@ from millstream.serve.training.base import BaseModel
 from millstream.serve.training.data import read_address
 from millstream.serve.training.futures import Futures
 from millstream.serve.training.journal import JournalEntry
+from millstream.serve.training.log import SamplesDone
 from millstream.serve.training.models import failure
 from millstream.serve.training.registry import Registry
-from millstream.serve.training.sampling import Sampler, SamplingPool
+from millstream.serve.training.sampling import SamplingPool
+from millstream.serve.training.turns import Sampler
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Struct)
@@ -212,7 +215,18 @@ class TrainingService:
 
     async def _run_sample(self, request_id: str, sampler: Sampler, body: bodies.SampleBody) -> None:
         try:
-            result = await self._pool.sample(sampler, body)
+            result, num_tokens = await self._pool.sample(sampler, body)
+            self._registry.logs.emit(
+                sampler.session_id,
+                SamplesDone(
+                    at=time.time(),
+                    sampler=sampler.id,
+                    seq_id=body.seq_id,
+                    version=sampler.version,
+                    num_samples=body.num_samples,
+                    num_tokens=num_tokens,
+                ),
+            )
         except asyncio.CancelledError:
             result = failure("the sample was cancelled", "user")
         except HttpError as refused:
