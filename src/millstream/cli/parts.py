@@ -126,6 +126,10 @@ def check_part(kind: str, name: str, args: dict[str, Any], promises: dict[str, A
         raise ConfigError(f"no tests of {kind!r}: use {', '.join(BUILT_IN)}{imports.meant(kind, BUILT_IN)}")
     if kind in INSTEAD:
         raise ConfigError(INSTEAD[kind])
+    if name in BUILT_IN[kind]:
+        raise ConfigError(
+            f"the {kind} {name!r} is built in, and tested with the package: name one of your own, file.py:name"
+        )
     if find_spec("pytest") is None:
         raise ConfigError("the tests need pytest, which is not installed: pip install pytest")
     imports.load_part(kind, name, BUILT_IN[kind])  # its errors are shown better than those of a collection

@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from millstream import imports
 from millstream.algo.advantages import Rewards, has_signal
 from millstream.errors import ConfigError, MillstreamError, RolloutError, StreamEnded
 from millstream.events import GroupLeft, GroupScored
@@ -63,6 +64,7 @@ class GroupFinalizer:
         self._algorithm = algorithm
         self._config = config
         self._filter = group_filter(config)
+        self._filter_name = imports.absolute(config.filter)  # as in the config that the run keeps
         self._min_group_size = min_group_size
         self._to_set_aside: list[SetAside] = []  # in lockstep
         self._scoring: dict[int, asyncio.Task[None] | None] = {}
@@ -237,7 +239,7 @@ class GroupFinalizer:
             fate,
             rewards_G,
             is_replaced=not stays_empty and not self.is_fed,
-            refused_by=self._config.filter if is_refused else UNSET,
+            refused_by=self._filter_name if is_refused else UNSET,
         )
         if stays_empty:
             self.settled.add(lease.group_id)
@@ -253,7 +255,7 @@ class GroupFinalizer:
     def refused_by(self, fate: Fate, rewards_G: Rewards) -> str | UnsetType:
         """Of a group of a run that is trained again: the filter, where its rewards have a signal."""
         is_refused = fate is Fate.FILTERED and (has_signal(rewards_G) or not self._config.filter_zero_signal)
-        return self._config.filter if is_refused and self._config.filter else UNSET
+        return self._filter_name if is_refused and self._filter_name else UNSET
 
     def _count_failure(self) -> None:
         self.num_failed_in_a_row += 1

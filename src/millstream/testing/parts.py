@@ -140,7 +140,9 @@ class ToolFormatSuite:
         return found
 
     def test_whatever_the_model_writes_is_an_answer_or_a_call_and_never_an_error(self) -> None:
-        for text in TEXTS:
+        example = self.example or ""
+        cut = [example[:at] + example[at + length :] for length in (1, 3, len(example)) for at in range(len(example))]
+        for text in (*TEXTS, *cut):
             turn = self.of(text)
             assert isinstance(turn.content, str)
             assert all(isinstance(call, ToolCall | InvalidCall) for call in turn.calls)
