@@ -180,11 +180,21 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     label: str = ""  # what to call it where something is wrong with it
 
 
+class FinishedGroup(Struct, frozen=True, kw_only=True, eq=False):
+    """A group as a filter of the user's own sees it (`pipeline.filter`): its rollouts that did not fail, in the order of
+    members."""
+
+    task: Task
+    rewards: tuple[float, ...]
+    tokens: tuple[Tokens, ...]  # that each rollout sampled
+
+
 class Fate(StrEnum):
     """How a group leaves. Every admitted group has exactly one."""
 
     TRAINED = "trained"
-    # Its rewards carry no signal. It was replaced by a new prompt, or, past the step's budget, its place stayed empty.
+    # Its rewards carry no signal, or the user's own filter refused it (`pipeline.filter`). It was replaced by a new prompt, or,
+    # past the step's budget, its place stayed empty.
     FILTERED = "filtered"
     FAILED = "failed"  # fewer members than the smallest group survived their retries
     ABORTED = "aborted"  # first to finish: the batch was full without it, and it could not be trained any more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from millstream import imports
+from millstream.algo.advantages import ADVANTAGES
 from millstream.algo.config import AlgorithmConfig, advantage_of, corrects
 from millstream.algo.credit import ADVANTAGE_KEYS
 from millstream.algo.presets import LOSSES, LossKind
@@ -49,7 +49,7 @@ def _check_correction(config: AlgorithmConfig, *, max_lag: float, mini_batches: 
     has_correction = corrects(config)
     how = (
         " (your own loss, if it weighs by x.behaviour_N, needs loss.corrects = True)"
-        if imports.is_own(config.loss)
+        if config.loss not in LOSSES
         else ""
     )
     if config.correction != "none" and has_correction:
@@ -132,7 +132,7 @@ def _check_groups(config: AlgorithmConfig, *, group_size: int, filter_zero_signa
             f'algorithm.advantage = "{config.advantage}" compares no rollouts with each other: a group whose rewards are all '
             "equal has a gradient like any other. Set pipeline.filter_zero_signal = false"
         )
-    elif filter_zero_signal and not imports.is_own(config.advantage):
+    elif filter_zero_signal and config.advantage in ADVANTAGES:
         raise ConfigError(
             f'algorithm.advantage = "{config.advantage}" measures rollouts against the whole batch: a group whose rewards are '
             "all equal has a gradient, and leaving it out shifts the mean. Set pipeline.filter_zero_signal = false"

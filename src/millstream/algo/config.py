@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -70,10 +69,10 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for key, value in _filled(self).items():
             structs.force_setattr(self, key, value)
-        if self.advantage not in KNOWN_ADVANTAGES and not imports.is_own(self.advantage):
-            raise ValueError(_unknown("advantage", self.advantage, KNOWN_ADVANTAGES))
-        if self.loss not in LOSSES and not imports.is_own(self.loss):
-            raise ValueError(_unknown("loss", self.loss, LOSSES))
+        if self.advantage not in KNOWN_ADVANTAGES and not imports.is_part("advantage", self.advantage):
+            raise ValueError(imports.unknown_part("advantage", self.advantage, KNOWN_ADVANTAGES))
+        if self.loss not in LOSSES and not imports.is_part("loss", self.loss):
+            raise ValueError(imports.unknown_part("loss", self.loss, LOSSES))
         for key in ("clip_high", "ratio_cap", "ratio_floor", "fixed_length", "overlong_buffer"):
             if (value := getattr(self, key)) is not None and not value > 0:
                 raise ValueError(f"{key} must be above 0")
@@ -91,16 +90,10 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{key} must be at least 0")
 
 
-def _unknown(key: str, value: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(value, list(known), n=1, cutoff=0.5)
-    meant = f" Did you mean {near[0]}?" if near else ""
-    return f"no {key} {value!r}: use {', '.join(known)}, or one of your own: file.py:function.{meant}"
-
-
 def _filled(config: AlgorithmConfig) -> dict[str, Any]:
     """Values for the keys that are not set, from the preset, the loss and the correction."""
     if config.name is not None and config.name not in PRESETS:
-        raise ValueError(_unknown("name", config.name, PRESETS))
+        raise ValueError(f"no name {config.name!r}: use {', '.join(PRESETS)}{imports.meant(config.name, PRESETS)}")
     preset = PRESETS[config.name or DEFAULT_PRESET]
     loss = config.loss or preset["loss"]
     kind = LOSSES.get(loss, LossKind({}))
@@ -123,9 +116,9 @@ def advantage_of(config: AlgorithmConfig) -> Advantage:
         if config.normalization is None:
             return Advantage(unchanged, compares_members=False)
         return Advantage(ADVANTAGES[config.normalization].of_group)
-    if not imports.is_own(config.advantage):
+    if config.advantage in ADVANTAGES:
         return ADVANTAGES[config.advantage]
-    function = imports.load_function(config.advantage)
+    function = imports.load_part("advantage", config.advantage, KNOWN_ADVANTAGES)
     own = partial(_of_group, config.advantage, function)
     return Advantage(own, getattr(function, "over_batch", None), compares_members=False)
 
@@ -170,11 +163,11 @@ def needs_critic(config: AlgorithmConfig) -> bool:
 
 def reads_proximal(config: AlgorithmConfig) -> bool:
     """Whether the loss may read the policy of the batch's start: a user's loss may."""
-    return imports.is_own(config.loss) or LOSSES[config.loss].reads_proximal
+    return config.loss not in LOSSES or LOSSES[config.loss].reads_proximal
 
 
 def corrects(config: AlgorithmConfig) -> bool:
     """Whether the loss weighs by the behaviour policy itself. A user's loss declares it: `loss.corrects = True`."""
-    if not imports.is_own(config.loss):
+    if config.loss in LOSSES:
         return LOSSES[config.loss].corrects
-    return bool(getattr(imports.load_function(config.loss), "corrects", False))
+    return bool(getattr(imports.load_part("loss", config.loss, LOSSES), "corrects", False))

@@ -86,7 +86,7 @@ def _plain(config: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
         case "reinforce":
             return losses.reinforce
         case own:
-            return partial(_own, own, imports.load_function(own))
+            return partial(_own, own, imports.load_part("loss", own))
 
 
 def _set(value: float | None) -> float:

@@ -255,6 +255,8 @@ class GroupRules:
         else:
             self._check_complete(group, event)
             rewards = [member.reward for member in group.ended.values()]
+            is_refused = self._is_refused(event)
+            due = "filtered" if is_refused and due == "trained" else due
             is_due = fate == due or (self._is_compared_within and {fate, due} == {"trained", "filtered"})
             self._expect(is_due, "fate", f"group {group_id} left as {fate}, rewards {rewards} ask for {due}")
         if not self._holds(math.isclose(event["mean_reward"], mean, rel_tol=1e-6, abs_tol=1e-9)):
@@ -267,6 +269,18 @@ class GroupRules:
             )
         self._check_replaced(group_id, fate, event["is_replaced"])
         self._remove(group_id, group, fate, event["is_replaced"])
+
+    def _is_refused(self, event: Fields) -> bool:
+        """By the user's own filter, which must be that of the settings."""
+        name, own = event.get("refused_by"), (self._now.config or {}).get("pipeline", {}).get("filter", "")
+        if name is None:
+            return False
+        self._expect(
+            bool(own) and name == own,
+            "fate",
+            f"group {event['group_id']} was refused by the filter {name}, the config has {own or 'none'}",
+        )
+        return True
 
     @property
     def _is_compared_within(self) -> bool:

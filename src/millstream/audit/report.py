@@ -24,7 +24,7 @@ RULES = {
     "declared": "rollouts are aborted and groups restarted only if the run declared it at its start, within its limits",
     "members": "a group is taken or leaves when each member has ended, failed for good or was aborted, and says how many ended",
     "lag": "no group is trained later than the bound and its deadline allow, and none is overdue",
-    "fate": "rewards and survivors decide the fate: failed, filtered (no signal) or trained; or aborted, with the batch full",
+    "fate": "rewards, survivors and the filter decide the fate: failed, filtered or trained; or aborted, with the batch full",
     "batch": "a group leaves as trained exactly if the batch took it; places stay empty at the limit or the end of the data",
     "step": "versions rise by one",
     "totals": "groups, rows, tokens and rewards add up",

@@ -1,5 +1,5 @@
 """The command line: train, scale, set, status, export, eval, env, audit, dash, rollouts, diff, report, note, plot, trace,
-init, recipes, doctor, sim, calibrate, plan, advise, serve, serve-store, serve-training.
+init, recipes, parts, check, doctor, sim, calibrate, plan, advise, serve, serve-store, serve-training.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -31,6 +31,7 @@ from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
 from millstream.cli.environments import env_commands
 from millstream.cli.evaluate import evaluate_command
 from millstream.cli.export import export_command
+from millstream.cli.parts import check_command, parts_command
 from millstream.cli.plan import plan_command
 from millstream.cli.plot import plot_command
 from millstream.cli.recipes import init_command, recipes_command
@@ -352,6 +353,8 @@ def report(
 
 
 app.add_typer(env_commands, name="env")
+app.command(name="parts")(parts_command)
+app.command(name="check")(check_command)
 app.command(name="rollouts")(rollouts_command)
 app.command(name="dash")(dash_command)
 app.command(name="diff")(diff_command)

@@ -12,8 +12,8 @@ import typer
 import millstream
 from millstream.cli.common import console, errors_shown
 from millstream.cli.template import TEMPLATE
-from millstream.env.rewards.find import meant
 from millstream.errors import ConfigError
+from millstream.imports import meant
 from millstream.paths import kind_of, program
 
 DATA = re.compile(r'"recipes/data/([\w.-]+)(?::\w+)?"')  # a file of the package that a recipe reads

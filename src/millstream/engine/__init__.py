@@ -3,7 +3,7 @@
 `base` has the protocol, `config` the `[engine]` table. `native` is our own engine, `http` a server as an engine, `vllm` vLLM.
 """
 
-from millstream.engine.base import Engine, EngineStats, OnSampled
+from millstream.engine.base import Engine, EngineContext, EngineStats, OnSampled
 from millstream.engine.config import EngineConfig, OnUpdate
 
-__all__ = ["Engine", "EngineConfig", "EngineStats", "OnSampled", "OnUpdate"]
+__all__ = ["Engine", "EngineConfig", "EngineContext", "EngineStats", "OnSampled", "OnUpdate"]

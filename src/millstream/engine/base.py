@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from msgspec import Struct
+
+from millstream.clock import Clock
+from millstream.events import EventSink
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
@@ -21,6 +25,17 @@ class EngineStats(NamedTuple):
     num_preempted: int = 0  # how often a request lost its part of the cache to others and was computed again later
     num_drafted: int = 0  # tokens of drafts that were checked
     num_accepted: int = 0  # tokens of drafts that were right
+
+
+class EngineContext(Struct, frozen=True, kw_only=True, eq=False):
+    """What an engine of the user's own is made with: `Engine(context, **args)`."""
+
+    name: str
+    slots: int  # `engine.slots`
+    model: Any  # of transformers, with the library's attention; a copy that only this engine has
+    max_length: int | None  # tokens of a prompt and its answer together. None: the model has no limit
+    clock: Clock
+    sink: EventSink
 
 
 class Engine(Protocol):

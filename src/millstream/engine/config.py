@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from millstream import imports
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.vllm.config import VllmConfig
 
 OnUpdate = Literal["keep", "recompute"]
+ENGINE_KINDS = ("torch", "vllm", "http")
 PREFILL_TOKENS = 4096
 SLOTS = 128
 MAX_REPLICAS = 65_536
@@ -20,9 +22,11 @@ NEWS_S = 0.02  # for each engine of a run
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    kind: Literal["torch", "vllm", "http"] = "torch"
-    """torch: our own, over any causal LM of transformers. vllm: vLLM, where it is installed (docs/engines-vllm.md). http:
-    servers, which the [engine.http] table names (docs/engines.md)."""
+    kind: str = "torch"
+    """torch: the native one, over any causal LM of transformers. vllm: vLLM, where it is installed (docs/engines-vllm.md).
+    http: servers, which the [engine.http] table names (docs/engines.md). Or one of your own: file.py:Name (docs/parts.md)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of an engine of your own."""
     vllm: VllmConfig | None = None
     """None: with kind = "vllm", its defaults."""
     http: HttpConfig | None = None
@@ -58,18 +62,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """An engine with work to do that reports nothing for so long is declared broken, by name."""
 
     def __post_init__(self) -> None:
+        self._check_kind()
         if min(self.num_slots, self.prefill_tokens, self.replicas) < 1 or not 0 < self.answer_s < math.inf:
             raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0 and finite")
         if self.replicas > MAX_REPLICAS:
             raise ValueError(f"replicas = {self.replicas}: expected at most {MAX_REPLICAS:,}")
         if self.pool_gb is not None and (not 0 < self.pool_gb < math.inf or self.cache == "slots"):
             raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
-        if (self.kind == "http") != (self.http is not None):
-            raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
-        if self.vllm is not None and self.kind != "vllm":
-            raise ValueError(
-                f'a [engine.vllm] table, and kind = "{self.kind}": set kind = "vllm", or leave the table out'
-            )
         if self.kind == "http" and self.replicas > 1:
             raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
         if self.kind == "vllm" and self.process is False:
@@ -90,6 +89,25 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 )
             if self.cache == "slots":
                 raise ValueError('speculation is of cache = "pages", and cache = "slots": leave it out')
+
+    def _check_kind(self) -> None:
+        if not self.is_own and self.args:
+            raise ValueError(f'args are of an engine of your own, and kind = "{self.kind}": leave them out')
+        if self.is_own and not imports.is_part("engine", self.kind):
+            raise ValueError(imports.unknown_part("engine", self.kind, ENGINE_KINDS))
+        if self.is_own and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
+            raise ValueError("process and prefill_tokens are not of an engine of your own: leave them out, or use args")
+        if (self.kind == "http") != (self.http is not None):
+            raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
+        if self.vllm is not None and self.kind != "vllm":
+            raise ValueError(
+                f'a [engine.vllm] table, and kind = "{self.kind}": set kind = "vllm", or leave the table out'
+            )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the engine is the user's."""
+        return self.kind not in ENGINE_KINDS
 
     @property
     def max_draft(self) -> int:

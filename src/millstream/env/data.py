@@ -17,9 +17,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from millstream import imports
 from millstream.env.games import toy
 from millstream.env.records import ONE_A_LINE, RecordKeys, task_of
-from millstream.errors import ConfigError, DataError
+from millstream.errors import ConfigError, DataError, shown
 from millstream.hub import why_not_on_hub
 from millstream.paths import did_you_mean, kind_of
 from millstream.seeds import derive_seed
@@ -50,6 +51,9 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     system: str | None = None
     holdout: int = 256  # tasks set aside for evaluation: chosen by seed, never trained
     shuffle: bool = True  # another order in every epoch, by the seed
+    # A function of your own that says which task is next: file.py:name (docs/parts.md). Empty: all of them, epoch by epoch.
+    sampler: str = ""
+    sampler_args: dict[str, Any] = {}  # keyword arguments of the sampler
     # A run folder whose rollouts are trained again, batch by batch, instead of new ones: see docs/rollouts.md. The tasks are
     # still read, for evaluations.
     rollouts: str | None = None
@@ -64,6 +68,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
             )
         if self.holdout < 0 or not 1 <= self.size <= MAX_SIZE:
             raise ValueError(f"holdout must be at least 0, size from 1 to {MAX_SIZE:,}")
+        if self.sampler and not imports.is_part("sampler", self.sampler):
+            raise ValueError(imports.unknown_part("sampler", self.sampler))
+        if self.sampler_args and not self.sampler:
+            raise ValueError("sampler_args are of data.sampler, which is not set: leave them out")
         if self.subset is not None and self.name is None:
             raise ValueError("subset goes with name (a data set of `datasets`): a file has no subsets")
         if self.system is not None and self.toy is not None:
@@ -142,6 +150,30 @@ def in_order(tasks: Sequence[Task], *, seed: int, shuffle: bool) -> Iterator[tup
         for index in order:
             yield epoch, tasks[index]
         epoch += 1
+
+
+def sampled(tasks: Sequence[Task], config: DataConfig, *, seed: int) -> Iterator[tuple[int, Task]]:
+    """The tasks in the order of training, each with its epoch: `in_order`, or that of the user's own sampler, where an epoch
+    ends before a task that it has had. Raises `ConfigError`."""
+    if not config.sampler:
+        return in_order(tasks, seed=seed, shuffle=config.shuffle)
+    part = imports.load_part("sampler", config.sampler)
+    sampler = imports.bound(part, config.sampler_args, "data.sampler_args", ("tasks", "seed"))
+    return _own_order(sampler(tasks, derive_seed(seed, "sampler")), config.sampler, {task.id for task in tasks})
+
+
+def _own_order(chosen: Iterable[Task], name: str, known: set[str]) -> Iterator[tuple[int, Task]]:
+    epoch, seen = 0, set[str]()
+    for task in chosen:
+        if not isinstance(task, Task) or task.id not in known:
+            found = task.id if isinstance(task, Task) else type(task).__name__
+            raise DataError(
+                f"data.sampler = {name!r} gave {shown(str(found))!r}: expected one of the tasks that it was given"
+            )
+        if task.id in seen:
+            epoch, seen = epoch + 1, set()
+        seen.add(task.id)
+        yield epoch, task
 
 
 def _tasks(config: DataConfig, places: dict[str, str], records: Iterable[DataRecord]) -> list[Task]:

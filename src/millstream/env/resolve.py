@@ -21,7 +21,6 @@ from millstream.env.agent import agent_config
 from millstream.env.base import Environment
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, EnvironmentConfig
 from millstream.env.multi_turn import MultiTurn, is_quick
-from millstream.env.rewards.find import find_reward, meant
 from millstream.env.sandbox.config import sandbox_maker
 from millstream.env.tools import AUTO, configured_tools, parser_named
 from millstream.errors import ConfigError, DataError
@@ -105,13 +104,9 @@ def _target(use: str) -> Any:
         names = [name for name, value in imports.defined_in(use).items() if _is_environment(value)]
         found = f"use {' or '.join(f'{use}:{name}' for name in names)}" if names else f"it has none: {EXPECTED}"
         raise ConfigError(f"{use} is a file, and not an environment in it: {found}")
-    if ":" not in use and use not in BUILT_IN_ENVIRONMENTS:
-        known = [*BUILT_BY_RUN, *BUILT_IN_ENVIRONMENTS]
-        raise ConfigError(
-            f"no environment {use!r}: use {', '.join(known)}, or one of your own: file.py:Name or package.module:Name"
-            f"{meant(use, known)}"
-        )
-    return find_reward(BUILT_IN_ENVIRONMENTS.get(use, use))
+    if use in BUILT_IN_ENVIRONMENTS:
+        return imports.load_function(BUILT_IN_ENVIRONMENTS[use])
+    return imports.load_part("environment", use, [*BUILT_BY_RUN, *BUILT_IN_ENVIRONMENTS])
 
 
 def _is_environment(value: Any) -> bool:

@@ -225,6 +225,7 @@ class GroupLeft(Event, frozen=True, kw_only=True):
     is_replaced: bool = False
     num_members: int = 0
     mean_reward: float = 0.0
+    refused_by: str | UnsetType = UNSET  # the `pipeline.filter` that refused it. UNSET: there is another reason
 
 
 class Stepped(Event, frozen=True, kw_only=True):
@@ -493,8 +494,7 @@ class EventSink(Protocol):
 
 @runtime_checkable
 class RecallingSink(Protocol):
-    """An event sink that also shows evaluations of earlier processes of the run. Other sinks get each event once, from the
-    process in which it happened."""
+    """An event sink that also shows evaluations of earlier processes of the run; other sinks get what happens in theirs."""
 
     def recall(self, event: Evaluated) -> None:
         """Before the first `emit`."""

@@ -9,7 +9,7 @@ A `rank.Rank` is the mathematics of a learner, of the whole policy or of one sha
 tables in `config`.
 """
 
-from millstream.learner.base import Critic, Follower, Learner, RunCritic, RunLearner, Scorer, Snapshot
+from millstream.learner.base import Critic, Follower, Learner, LearnerContext, RunCritic, RunLearner, Scorer, Snapshot
 from millstream.learner.config import CriticConfig, LearnerConfig, ProximalConfig, ReferenceConfig
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Follower",
     "Learner",
     "LearnerConfig",
+    "LearnerContext",
     "ProximalConfig",
     "ReferenceConfig",
     "RunCritic",

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from msgspec import Struct
+
+from millstream.learner.config import LearnerConfig
 from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
+
+
+class LearnerContext(Struct, frozen=True, kw_only=True, eq=False):
+    """What a learner of the user's own is made with: `Learner(context, **args)`."""
+
+    model: Any  # of transformers, with the library's attention; a copy that only this learner has
+    tokenizer: Any  # of transformers, to save with the model
+    objective: Any  # `millstream.objective.Objective`: the loss of [algorithm], or of supervised training
+    config: LearnerConfig
+    temperature: float  # that rollouts are sampled with
+    num_steps: int | None  # optimizer steps in all. None: unknown
 
 
 class Snapshot(Protocol):

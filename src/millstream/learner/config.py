@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from millstream import imports
 from millstream.model.lora import LoraConfig
 
+SCHEDULES = ("constant", "linear", "cosine")
+LEARNER_KINDS = ("torch",)
+OwnSchedule = Callable[[int, int | None], float]  # the share of the learning rate, of a step and the number of steps
 MAX_RANKS = 65_536
 PASS_TOKENS = 8192
 
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
+    kind: str = "torch"
+    """torch: the native one, over any causal LM of transformers. Or one of your own: file.py:Name (docs/parts.md)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of a learner of your own."""
     learning_rate: float = 1e-5  # of AdamW, after the steps in which it rises
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: keep the rate, or decay it towards 0, which it would reach one step after the last."""
+    schedule: str = "constant"
+    """After the warm-up: keep the rate (constant), or decay it towards 0 (linear, cosine), which it would reach one step after
+    the last. Or a function of your own: file.py:name (docs/parts.md)."""
+    schedule_args: dict[str, Any] = {}
+    """Keyword arguments of a schedule of your own."""
     warmup_steps: int = 0  # the first steps, in which the learning rate rises from 0
     weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
@@ -44,6 +56,11 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     """Optimizer steps in a row whose gradient is not finite: they are skipped and reported. One more ends the run."""
 
     def __post_init__(self) -> None:
+        if self.is_own and not imports.is_part("learner", self.kind):
+            raise ValueError(imports.unknown_part("learner", self.kind, LEARNER_KINDS))
+        if self.args and not self.is_own:
+            raise ValueError(f'args are of a learner of your own, and kind = "{self.kind}": leave them out')
+        check_schedule(self.schedule, self.schedule_args)
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise ValueError("learning_rate and max_grad_norm must be above 0")
         if self.mini_batches < 1 or self.pass_tokens < 1 or self.ranks < 1:
@@ -56,6 +73,11 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"gpu_share = {self.gpu_share}: expected a number above 0, at most 1")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:
             raise ValueError("warmup_steps, weight_decay and max_skipped_steps must be at least 0")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the learner is the user's."""
+        return self.kind not in LEARNER_KINDS
 
     @property
     def pass_tokens(self) -> int:
@@ -125,6 +147,26 @@ class CriticConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("learning_rate, max_grad_norm and value_clip must be above 0")
         if self.micro_batch_tokens < 1 or self.warmup_steps < 0 or self.max_skipped_steps < 0:
             raise ValueError("micro_batch_tokens must be at least 1, warmup_steps and max_skipped_steps at least 0")
+
+
+def check_schedule(name: str, args: dict[str, Any]) -> None:
+    """Raises `ValueError` for a schedule of no such name."""
+    if name not in SCHEDULES and not imports.is_part("schedule", name):
+        raise ValueError(imports.unknown_part("schedule", name, SCHEDULES))
+    if args and name in SCHEDULES:
+        raise ValueError(f'schedule_args are of a schedule of your own, and schedule = "{name}": leave them out')
+
+
+def own_schedule(config: LearnerConfig) -> OwnSchedule | None:
+    """A schedule of the user's own, with its arguments; None: it is built in. Raises `ConfigError`."""
+    if config.schedule in SCHEDULES:
+        return None
+    return imports.bound(
+        imports.load_part("schedule", config.schedule, SCHEDULES),
+        config.schedule_args,
+        "learner.schedule_args",
+        ("step", "num_steps"),
+    )
 
 
 def _check_device(device: str | None) -> None:

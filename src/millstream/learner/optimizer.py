@@ -20,7 +20,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from millstream.errors import LearnerError
-from millstream.learner.config import LearnerConfig
+from millstream.learner.config import LearnerConfig, OwnSchedule, own_schedule
 from millstream.model.finite import names_not_finite
 from millstream.types import Metrics, Weights
 
@@ -31,14 +31,27 @@ MAX_NAMES = 8  # of rows, in a message
 LEARNING_RATE_KEYS = {"learner": "learner.learning_rate (of supervised training: warmup.learning_rate)"}
 
 
-def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None) -> float:
-    """The share of the learning rate at an optimizer step, counted from 0."""
+def learning_rate_share(
+    config: LearnerConfig, step: int, num_steps: int | None, own: OwnSchedule | None = None
+) -> float:
+    """The share of the learning rate at an optimizer step, counted from 0. `own`: the user's schedule, if it has one."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
+    if own is not None:
+        return _checked_share(own(step, num_steps), config, step)
     if config.schedule == "constant" or num_steps is None:
         return 1.0
     left = 1 - min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
     return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+
+def _checked_share(share: float, config: LearnerConfig, step: int) -> float:
+    if not isinstance(share, int | float) or not 0 <= share < math.inf:
+        raise LearnerError(
+            f"learner.schedule = {config.schedule!r} returned {share!r} for step {step}: expected a share of the learning "
+            "rate, a finite number of at least 0"
+        )
+    return float(share)
 
 
 class AdamSettings(NamedTuple):
@@ -70,6 +83,7 @@ class Optimizer:
         self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None, table: str = "learner"
     ) -> None:
         self._config = config
+        self._schedule = own_schedule(config)
         self._num_steps = num_steps
         self._table = table
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -150,7 +164,7 @@ class Optimizer:
         """Divide, clip, update, clear the gradient. `suspects`: labels of the rows whose loss was not finite. Raises
         `LearnerError` after too many steps in a row that are not finite."""
         torch._foreach_div_(list(self.gradients().values()), divisor)
-        share = learning_rate_share(self._config, self.num_steps_done, self._num_steps)
+        share = learning_rate_share(self._config, self.num_steps_done, self._num_steps, self._schedule)
         return self._update(self._config.learning_rate * share, self._config.max_grad_norm, suspects)
 
     def step_with(self, adam: AdamSettings) -> StepResult:

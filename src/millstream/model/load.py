@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import platform
@@ -88,6 +89,16 @@ def _without_interface(config: Any, error: KeyError) -> str:
     """Some models look their attention up by its name, in a table of their own."""
     name = (config.architectures or [f"a model of kind {config.model_type}"])[0]
     return NO_INTERFACE.format(name) if error.args == (NAME,) else f"{name} could not be built: no {error}"
+
+
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the library's own attention, for code that calls it as any model of transformers."""
+    plain = copy.deepcopy(model).eval()
+    try:
+        plain.set_attn_implementation("sdpa")
+    except (ValueError, ImportError):  # the architecture has none
+        plain.set_attn_implementation("eager")
+    return plain
 
 
 def model_weights(model: PreTrainedModel) -> dict[str, Tensor]:

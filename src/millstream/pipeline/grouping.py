@@ -8,6 +8,7 @@ import numpy as np
 
 from millstream.algo.advantages import Rewards
 from millstream.store import Lease, Row
+from millstream.types import Tokens
 
 
 class AgentRewards(NamedTuple):
@@ -46,6 +47,14 @@ def rewards_of(lease: Lease) -> Rewards:
     for index in row_order(lease):
         first.setdefault(lease["member"][index], lease["reward"][index])
     return np.array(list(first.values()), dtype=np.float64)
+
+
+def sampled_by_member(lease: Lease) -> list[Tokens]:
+    """The tokens that each member sampled, in all of its parts."""
+    parts = dict[int, list[Tokens]]()
+    for row in by_member(lease):
+        parts.setdefault(row.columns["member"], []).append(row.columns["tokens"][row.columns["loss_mask"]])
+    return [np.concatenate(of) for of in parts.values()]
 
 
 def members_of(lease: Lease) -> list[int]:

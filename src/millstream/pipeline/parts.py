@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from millstream import imports
 from millstream.algo.advantages import OverBatch, Rewards
 from millstream.algo.credit import Credit, Signal
 from millstream.clock import Clock
@@ -15,16 +16,29 @@ from millstream.env import Environment
 from millstream.events import EventSink
 from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
 from millstream.learner import Critic, Follower, Learner
+from millstream.pipeline.schedule import PipelineConfig
 from millstream.pipeline.schema import Stage
 from millstream.pipeline.waits import Waits
 from millstream.store import Store
-from millstream.types import Sampling, Task
+from millstream.types import FinishedGroup, Sampling, Task
 from millstream.weights import WeightChannel
 
 AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version: concurrently with training or, in lockstep, between two steps."""
 TokenGroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
 """The reward that each member gets in addition to its own, from the task and the tokens that each member sampled."""
+
+
+GroupFilter = Callable[[FinishedGroup], bool]
+"""Whether a finished group is trained."""
+
+
+def group_filter(config: PipelineConfig) -> GroupFilter | None:
+    """The user's own filter, with its arguments; None: there is none. Raises `ConfigError`."""
+    if not config.filter:
+        return None
+    part = imports.load_part("filter", config.filter)
+    return imports.bound(part, config.filter_args, "pipeline.filter_args", ("group",))
 
 
 class Parts(Struct, frozen=True, kw_only=True, eq=False):

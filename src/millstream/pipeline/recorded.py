@@ -166,7 +166,9 @@ class RecordedTaker:
             await context.store.put(group_id, group.columns)
         else:
             rewards = np.array([one.reward for one in group.rollouts])
-            self._finalizer.leave(group_id, group.fate, rewards)
+            self._finalizer.leave(
+                group_id, group.fate, rewards, refused_by=self._finalizer.refused_by(group.fate, rewards)
+            )
             context.vacant.add(group_id)
         await context.store.close_groups([group_id])
         lease = await context.store.claim(TRAIN)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from millstream import imports
 from millstream.pipeline.admission import full_budget
 
 
@@ -39,6 +40,11 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """How often one group may be restarted."""
     filter_zero_signal: bool = True
     """Replace groups whose rewards are all equal: they have no gradient."""
+    filter: str = ""
+    """A function of your own that decides which finished groups are trained: file.py:name (docs/parts.md). Others are replaced,
+    as groups without a signal are. Empty: there is none."""
+    filter_args: dict[str, Any] = {}
+    """Keyword arguments of the filter."""
     max_replaced_per_step: int | None = None
     """Groups a step may replace before places stay empty. None: 8 * groups_per_step."""
     stall_s: float = 30.0
@@ -73,6 +79,10 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
             )
         if self.max_restarts < 1:
             raise ValueError('max_restarts must be at least 1; overdue = "wait" restarts nothing')
+        if self.filter and not imports.is_part("filter", self.filter):
+            raise ValueError(imports.unknown_part("filter", self.filter))
+        if self.filter_args and not self.filter:
+            raise ValueError("filter_args are of pipeline.filter, which is not set: leave them out")
         if self.stall_s <= 0 or self.deadline_s <= 0:
             raise ValueError("stall_s and deadline_s must be above 0")
 

@@ -1,11 +1,12 @@
 """Settling: what becomes of a finished group. It gets its advantages, or is set aside; every group leaves exactly once.
 
-The reward of a group as a whole (`Algorithm.group_reward`) comes first; it may be slow, and delays no other group.
+The reward of a group as a whole (`Algorithm.group_reward`) comes first; it may be slow, and delays no other group. The user's
+own filter (`pipeline.filter`) comes last, and sees only groups that would be trained.
 
-A group without signal, or with too few members left, is replaced by a new prompt within the step's budget of replacements. Past
-it, its place in the batch stays empty (`RunContext.vacant`), and it waits to be taken like any other. In lockstep, groups are
-set aside only when nothing else moves, in the order of their ids: which of them is replaced then depends on ids, never on
-timing.
+A group without signal, with too few members left, or that the filter refuses, is replaced by a new prompt within the step's
+budget of replacements. Past it, its place in the batch stays empty (`RunContext.vacant`), and it waits to be taken like any
+other. In lockstep, groups are set aside only when nothing else moves, in the order of their ids: which of them is replaced then
+depends on ids, never on timing.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from millstream import imports
 from millstream.algo.advantages import Rewards, has_signal
-from millstream.errors import MillstreamError, RolloutError, StreamEnded
+from millstream.errors import ConfigError, MillstreamError, RolloutError, StreamEnded
 from millstream.events import GroupLeft, GroupScored
 from millstream.events.rollouts import GroupFate
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.credit import columns_of, is_any_agent_credited
-from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of, row_order
-from millstream.pipeline.parts import Algorithm, TokenGroupReward
+from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of, row_order, sampled_by_member
+from millstream.pipeline.parts import Algorithm, TokenGroupReward, group_filter
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.pipeline.schema import SETTLE
 from millstream.store import Lease
-from millstream.types import Fate, Floats
+from millstream.types import Fate, FinishedGroup, Floats, Task
 
 OnCancelled = Callable[[Lease], None]
 """Called with what was left of a cancelled group when its last rollout has ended and its rows are dropped."""
@@ -60,6 +63,8 @@ class GroupFinalizer:
         self._admission = admission
         self._algorithm = algorithm
         self._config = config
+        self._filter = group_filter(config)
+        self._filter_name = imports.absolute(config.filter)  # as in the config that the run keeps
         self._min_group_size = min_group_size
         self._to_set_aside: list[SetAside] = []  # in lockstep
         self._scoring: dict[int, asyncio.Task[None] | None] = {}
@@ -90,9 +95,9 @@ class GroupFinalizer:
                         lease = await claim
                 except StreamEnded:
                     return
-                group_reward = self._algorithm.group_reward
-                if group_reward is not None and lease.rows and lease.group_id not in self._cancelled:
-                    scoring.create_task(self._score_and_settle(lease, group_reward))
+                needs_task = self._algorithm.group_reward is not None or self._filter is not None
+                if needs_task and lease.rows and lease.group_id not in self._cancelled:
+                    scoring.create_task(self._score_and_settle(lease))
                     continue
                 async with self._context.quiesce:
                     if lease.group_id in self._cancelled:
@@ -117,14 +122,17 @@ class GroupFinalizer:
 
     # ---- the reward of a group as a whole ----------------------------------------------------------------------------
 
-    async def _score_and_settle(self, lease: Lease, group_reward: TokenGroupReward) -> None:
-        """A group whose reward fails has failed."""
+    async def _score_and_settle(self, lease: Lease) -> None:
+        """A group whose reward fails has failed. Waits for its prompt, which a resumed run has to read again."""
         began, failure, group_id = self._context.now(), "", lease.group_id
+        group_reward = self._algorithm.group_reward
         extra_G = np.zeros(len(rewards_of(lease)))
         try:
             if group_id not in self._cancelled:
                 self._scoring[group_id] = asyncio.current_task()
-                extra_G = np.array(await self._score(lease, group_reward), dtype=np.float64)
+                task = await self._task_of(group_id)
+                if group_reward is not None:
+                    extra_G = np.array(await self._score(lease, task, group_reward), dtype=np.float64)
         except asyncio.CancelledError:
             if group_id not in self._cancelled:
                 raise  # the run is ending
@@ -135,22 +143,23 @@ class GroupFinalizer:
         async with self._context.quiesce:
             await self._settle_scored(lease, extra_G, began, failure)
 
-    async def _score(self, lease: Lease, group_reward: TokenGroupReward) -> Sequence[float]:
-        """Waits for the reward, which has time limits of its own; in a resumed run also for the prompt to be read again."""
-        waits, group_id = self._context.waits, lease.group_id
+    async def _task_of(self, group_id: int) -> Task:
         known = self._context.notifier.until(lambda: self._context.groups[group_id].task)
-        task = await waits.on(f"group {group_id}", "its prompt to be read again", known)
-        sampled = dict[int, list[int]]()
-        for row in by_member(lease):
-            tokens = row.columns["tokens"][row.columns["loss_mask"]]
-            sampled.setdefault(row.columns["member"], []).extend(tokens.tolist())
-        scoring = group_reward(task, list(sampled.values()))
-        return await waits.on(f"group {group_id}", "the reward of the whole group", scoring, deadline=False)
+        return await self._context.waits.on(f"group {group_id}", "its prompt to be read again", known)
+
+    async def _score(self, lease: Lease, task: Task, group_reward: TokenGroupReward) -> Sequence[float]:
+        """Waits for the reward, which has time limits of its own."""
+        scoring = group_reward(task, [tokens.tolist() for tokens in sampled_by_member(lease)])
+        what = "the reward of the whole group"
+        return await self._context.waits.on(f"group {lease.group_id}", what, scoring, deadline=False)
 
     async def _settle_scored(self, lease: Lease, extra_G: Rewards, began: float, failure: str) -> None:
         group_id = lease.group_id
         if group_id in self._cancelled:
             await self._finish_cancelled(lease)
+            return
+        if self._algorithm.group_reward is None:
+            await self._settle(lease, rewards_of(lease), self._judge(lease))
             return
         extra_of = dict(zip(members_of(lease), extra_G, strict=True))
         earned = [row.columns["reward"] + float(extra_of[row.columns["member"]]) for row in lease.rows]
@@ -224,7 +233,14 @@ class GroupFinalizer:
         stays_empty = not self.is_fed and self.num_replaced >= self._config.max_replaced
         if stays_empty:
             self._context.vacant.add(lease.group_id)
-        self.leave(lease.group_id, fate, rewards_G, is_replaced=not stays_empty and not self.is_fed)
+        is_refused = fate is Fate.FILTERED and not self._lacks_signal(lease)
+        self.leave(
+            lease.group_id,
+            fate,
+            rewards_G,
+            is_replaced=not stays_empty and not self.is_fed,
+            refused_by=self._filter_name if is_refused else UNSET,
+        )
         if stays_empty:
             self.settled.add(lease.group_id)
             await self._write_nothing(lease)
@@ -235,6 +251,11 @@ class GroupFinalizer:
             self._admission.remove(lease.group_id)
             self._store.wake()  # the order in which `train` may take groups has changed
         await self._count_settled()
+
+    def refused_by(self, fate: Fate, rewards_G: Rewards) -> str | UnsetType:
+        """Of a group of a run that is trained again: the filter, where its rewards have a signal."""
+        is_refused = fate is Fate.FILTERED and (has_signal(rewards_G) or not self._config.filter_zero_signal)
+        return self._filter_name if is_refused and self._filter_name else UNSET
 
     def _count_failure(self) -> None:
         self.num_failed_in_a_row += 1
@@ -254,6 +275,7 @@ class GroupFinalizer:
         *,
         is_replaced: bool = False,
         task_id: str | None = None,
+        refused_by: str | UnsetType = UNSET,
     ) -> None:
         """Record a group's fate. The only place that does. `task_id`: of a group that is not in flight."""
         self._context.emit(
@@ -264,6 +286,7 @@ class GroupFinalizer:
                 is_replaced=is_replaced,
                 num_members=len(rewards_G),
                 mean_reward=float(rewards_G.mean()) if len(rewards_G) else 0.0,
+                refused_by=refused_by,
             )
         )
         task_id = self._context.groups[group_id].task_id if task_id is None else task_id
@@ -274,9 +297,27 @@ class GroupFinalizer:
         if len(members_of(lease)) < self._min_group_size:
             return Fate.FAILED
         self.num_failed_in_a_row = 0
-        if self._config.filter_zero_signal and not self._has_signal(lease):
-            return Fate.FILTERED
-        return Fate.TRAINED
+        return Fate.FILTERED if self._lacks_signal(lease) or self._is_refused(lease) else Fate.TRAINED
+
+    def _lacks_signal(self, lease: Lease) -> bool:
+        return self._config.filter_zero_signal and not self._has_signal(lease)
+
+    def _is_refused(self, lease: Lease) -> bool:
+        """Whether the user's own filter refuses it. A filter that fails ends the run: it would leave out the wrong groups."""
+        if self._filter is None:
+            return False
+        task, name = self._context.groups[lease.group_id].task, self._config.filter
+        assert task is not None, "see `_score_and_settle`"
+        rewards = tuple(rewards_of(lease).tolist())
+        group = FinishedGroup(task=task, rewards=rewards, tokens=tuple(sampled_by_member(lease)))
+        what = f"pipeline.filter = {name!r}, for group {lease.group_id} (task {task.id!r}, rewards {list(rewards)})"
+        try:
+            found = self._filter(group)
+        except Exception as error:  # user code: reported with its cause
+            raise ConfigError(f"{what} raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, bool | np.bool_):
+            raise ConfigError(f"{what} returned {found!r}: expected True (train it) or False")
+        return not found
 
     def _has_signal(self, lease: Lease) -> bool:
         """By the rewards that were given, before a KL penalty is subtracted."""

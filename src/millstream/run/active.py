@@ -206,7 +206,8 @@ class ActiveRun:
             self.warn(warning)
 
     def emit_started(self) -> None:
-        is_from_data = self.config.data.rollouts is None and not self.config.data.sessions
+        data = self.config.data
+        is_from_data = data.rollouts is None and not data.sessions and not data.sampler
         num_tasks = len(self.prepared.data.train) if is_from_data else 0
         self.log.emit(run_started(self.config, at=self.clock.now(), run_id=self.run_id, num_tasks=num_tasks))
 

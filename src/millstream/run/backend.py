@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from millstream import imports
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.cluster.resources import check_ray_installed
@@ -22,7 +23,7 @@ from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Launcher
 from millstream.run import build
-from millstream.run.build import HttpServers, RunEngine
+from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine
 from millstream.serving.fleet import Fleet
@@ -89,6 +90,13 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class ClosedStore(Protocol):
+    """A store of the user's own that must be closed."""
+
+    async def close(self) -> None: ...
+
+
 class LocalBackend:
     """This process, and processes that it starts."""
 
@@ -96,6 +104,7 @@ class LocalBackend:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._store: Store | None = None  # one of the user's own
 
     async def open(self, context: BackendContext) -> None:
         self._context = context
@@ -104,9 +113,7 @@ class LocalBackend:
     @property
     def is_lone_engine_replaced(self) -> bool:
         config = self._config.engine
-        return config.kind in ("vllm", "http") or (
-            config.kind == "torch" and build.has_process(config, self._context.model)
-        )
+        return config.kind != "torch" or build.has_process(config, self._context.model)
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return build.has_learner_process(self._config, self._context.model, learner)
@@ -125,13 +132,23 @@ class LocalBackend:
         return build_scorers(self._config, self._context.model, saved)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
-        return MemoryStore(build.store_plan(self._config, stages))
+        plan, config = build.store_plan(self._config, stages), self._config.store
+        if not config.is_own:
+            return MemoryStore(plan)
+        self._store = imports.load_part("store", config.kind)(plan, **config.args)
+        return self._store
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
-        return LocalChannel()
+        config = self._config.weights
+        if not config.is_own:
+            return LocalChannel()
+        channel: WeightChannel = imports.load_part("weights", config.kind)(**config.args)
+        return channel
 
     async def close(self) -> None:
         await asyncio.to_thread(self._engines.close)
+        if isinstance(self._store, ClosedStore):
+            await self._store.close()
 
 
 def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
@@ -159,7 +176,7 @@ class LocalEngines:
         self._context = context
         self._servers: HttpServers | None = None
 
-    def make(self, name: str) -> RunEngine:
+    def make(self, name: str) -> Engine:
         config, context = self._config, self._context
         if config.kind == "http":
             self._servers = self._servers or HttpServers(config, context.model, clock=context.clock, sink=context.sink)

@@ -13,11 +13,13 @@ import torch
 from msgspec import structs
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from millstream import imports
 from millstream.algo import advantage_of, credit_for, needs_critic, signal_for
 from millstream.algo.advantages import overlong_penalty
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
-from millstream.engine import EngineConfig
+from millstream.engine import Engine, EngineConfig, EngineContext
+from millstream.engine.config import ENGINE_KINDS
 from millstream.engine.http.engine import HttpEngine
 from millstream.engine.http.weight_folder import WeightFolder
 from millstream.engine.native.build import cache_kind
@@ -32,16 +34,17 @@ from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import EnvironmentKind
 from millstream.env.rewards import CompletionScorer, ConfiguredRewards, group_scorer
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, EngineMisconfigured, LearnerError, MillstreamError
 from millstream.events import EventSink
-from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner import LearnerConfig, LearnerContext, RunLearner
 from millstream.learner.check import check_learner
+from millstream.learner.config import LEARNER_KINDS
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import ObjectiveSource
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
 from millstream.model.gpu_share import training_share
-from millstream.model.load import context_length, decoder_of, load_model, new_model, num_cores
+from millstream.model.load import context_length, decoder_of, load_model, new_model, num_cores, plain_copy
 from millstream.model.locate import check_path
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, tiny_model
@@ -107,7 +110,8 @@ def check_passes(config: RunConfig, model: PreTrainedModel) -> None:
     if config.engine.kind == "torch":
         is_gpu = model.device.type == "cuda" or config.resources.engine_gpus > 0
         check_engine(model, cache_kind(config.engine, "cuda" if is_gpu else "cpu"), is_small_only=True)
-    check_learner(model, is_small_only=True)
+    if not config.learner.is_own:
+        check_learner(model, is_small_only=True)
 
 
 def measure_device(config: RunConfig) -> ModelDevice:
@@ -184,9 +188,6 @@ def build_environment(
     return Environments([Hosted(kind, built(kind), watched, launcher) for kind in kinds])
 
 
-RunEngine = TorchEngine | HttpEngine
-
-
 def build_engine(
     config: EngineConfig,
     model: PreTrainedModel,
@@ -195,7 +196,7 @@ def build_engine(
     sink: EventSink,
     name: str = "engine",
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> RunEngine:
+) -> Engine:
     """`tokenizer`: for stop strings. Of several servers, each alone; together they are `HttpServers`."""
     match config.kind:
         case "torch":
@@ -207,6 +208,29 @@ def build_engine(
             engine = servers.engine(name)
             servers.close()
             return engine
+        case _:
+            return _own_engine(config, model, clock=clock, sink=sink, name=name)
+
+
+def _own_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str) -> Engine:
+    """One of the user's own, with a copy of the model."""
+    context = EngineContext(
+        name=name,
+        slots=config.num_slots,
+        model=plain_copy(model).requires_grad_(False),
+        max_length=context_length(model),
+        clock=clock,
+        sink=sink,
+    )
+    make = imports.load_part("engine", config.kind, ENGINE_KINDS)
+    try:
+        engine: Engine = make(context, **config.args)
+    except MillstreamError:
+        raise
+    except Exception as error:  # user code: reported with its cause
+        message = f"engine.kind = {config.kind!r} cannot be made: {type(error).__name__}: {error}"
+        raise EngineMisconfigured(message) from error
+    return engine
 
 
 def _torch_engine(
@@ -244,9 +268,11 @@ def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
 
 def has_learner_process(config: RunConfig, model: PreTrainedModel, learner: LearnerConfig) -> bool:
     """Whether the learner is one or more processes. A single rank is one where the engine is: both need the interpreter after
-    every small operation, and so does the event loop. Not with a loss of the user's script, which no other process imports."""
-    engine, is_of_script = config.engine, config.algorithm.loss.startswith("__main__:")
-    return learner.ranks > 1 or (engine.kind == "torch" and has_process(engine, model) and not is_of_script)
+    every small operation, and so does the event loop. Not with a loss or a schedule that no other process can import, and not
+    with a learner of the user's own."""
+    engine, is_only_here = config.engine, any(map(imports.is_only_here, (config.algorithm.loss, learner.schedule)))
+    is_faster = engine.kind == "torch" and has_process(engine, model) and not is_only_here
+    return not learner.is_own and (learner.ranks > 1 or is_faster)
 
 
 class HttpServers:
@@ -294,6 +320,16 @@ def build_learner(
     num_steps: int | None,
 ) -> RunLearner:
     temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
+    if learner.is_own:
+        context = LearnerContext(
+            model=plain_copy(model),
+            tokenizer=tokenizer,
+            objective=recipe.objective(),
+            config=learner,
+            temperature=temperature,
+            num_steps=num_steps,
+        )
+        return _own_learner(context)
     if not has_learner_process(config, model, learner):
         return TorchLearner(
             model,
@@ -319,6 +355,19 @@ def build_learner(
         is_proximal_given=is_proximal_given,
         is_fixed=config.pipeline.is_in_lockstep,
     )
+
+
+def _own_learner(context: LearnerContext) -> RunLearner:
+    config = context.config
+    make = imports.load_part("learner", config.kind, LEARNER_KINDS)
+    try:
+        learner: RunLearner = make(context, **config.args)
+    except MillstreamError:
+        raise
+    except Exception as error:  # user code: reported with its cause
+        message = f"learner.kind = {config.kind!r} cannot be made: {type(error).__name__}: {error}"
+        raise LearnerError(message) from error
+    return learner
 
 
 def gpu_share(config: RunConfig, learner: LearnerConfig) -> float:

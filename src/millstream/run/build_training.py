@@ -30,7 +30,7 @@ from millstream.run.sft import (
     learner_config,
 )
 from millstream.serving.fleet import Fleet
-from millstream.types import Weights
+from millstream.types import ComputePath, Weights
 
 SILENT_SHARE = 0.9
 """The share of `pipeline.deadline_s` after which a learner with processes of its own that does not answer counts as dead."""
@@ -102,7 +102,7 @@ def _learner(
     backend, tokenizer, waits = run.prepared.backend, run.prepared.tokenizer, run.waits
     is_on_ray, model = run.config.runtime == "ray", run.prepared.model
     device = ("cuda" if run.config.resources.learner_gpus else "cpu") if is_on_ray else model.device.type
-    path = learner_path(model, config, device)
+    path = ComputePath(config.kind) if config.is_own else learner_path(model, config, device)
     run.log.emit(PathChosen(at=run.clock.now(), worker="learner", path=path.name, why=path.why))
 
     def make() -> RunLearner:

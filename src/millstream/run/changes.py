@@ -47,12 +47,12 @@ OTHER_LOSS = "the rows in the checkpoint were scored for it"
 OTHER_SFT = "supervised training draws its examples by it, and may have drawn some"
 
 RULES: Mapping[str, ChangeRule] = {
-    **_must_not(OTHER_WEIGHTS, "", "model.path model.tiny learner.lora"),
+    **_must_not(OTHER_WEIGHTS, "", "model.path model.tiny learner.lora learner.kind learner.args"),
     **_may("now", "model.", "device dtype trust_remote_code"),
     **_must_not(
         OTHER_TASKS,
         "data.",
-        "name subset split toy size prompt_key answer_key system holdout shuffle rollouts sessions",
+        "name subset split toy size prompt_key answer_key system holdout shuffle sampler sampler_args rollouts sessions",
     ),
     **_may("now", "data.", "path passed"),  # of a file that was moved: other tasks are found by their digest
     **_must_not("every random number of the run follows from it", "", "seed"),
@@ -65,7 +65,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_may("now", "rollout.", "retries timeout_s keep_gb"),
     **_may("schedule", "pipeline.", "steps groups_per_step max_lag auto_lag lockstep extra_groups surplus"),
     **_may("now", "pipeline.", "longest_first overdue max_restarts max_replaced_per_step stall_s deadline_s"),
-    **_may("rollouts", "pipeline.", "filter_zero_signal"),
+    **_may("rollouts", "pipeline.", "filter_zero_signal filter filter_args"),
     **_must_not("a run that trains and one that does not are two runs", "pipeline.", "rollouts_only"),
     **_must_not(OTHER_LOSS, "algorithm.", "name advantage loss correction correction_level kl kl_estimator"),
     **_may(
@@ -78,7 +78,9 @@ RULES: Mapping[str, ChangeRule] = {
     ),
     **_may("now", "algorithm.", "turn_baseline normalization"),
     **_may(
-        "now", "learner.", "learning_rate schedule warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks"
+        "now",
+        "learner.",
+        "learning_rate schedule schedule_args warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks",
     ),
     **_may("now", "learner.", "recompute offload compile gpu_share max_skipped_steps"),
     **_must_not("the schedule of the learning rate counts that many steps a batch", "learner.", "mini_batches"),
@@ -90,7 +92,9 @@ RULES: Mapping[str, ChangeRule] = {
         "device learning_rate warmup_steps max_grad_norm value_clip micro_batch_tokens max_skipped_steps",
     ),
     **_may("now", "proximal.", "device micro_batch_tokens"),
-    **_may("now", "", "engine evaluation checkpoint runtime resources sim trackers metrics traces alerts"),
+    **_may(
+        "now", "", "engine store weights evaluation checkpoint runtime resources sim trackers metrics traces alerts"
+    ),
     **_must_not(OTHER_SFT, "", "warmup warmup.max_steps warmup.epochs warmup.batch_size"),
     **_may("now", "warmup.", "learning_rate schedule warmup_steps stop_at check_every"),
 }

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from millstream import imports
 from millstream.algo import advantage_of, check_algorithm, needs_critic, reads_proximal
 from millstream.cluster.resources import ResourcesConfig, placement_lines, placement_of
 from millstream.config import to_toml
@@ -32,6 +31,7 @@ from millstream.run.check_evaluation import check_evaluation_tables, checked_eva
 from millstream.run.check_machine import PlayedTasks, check_answers, checked_disk, checked_machine, checked_room
 from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.folder import check_free
+from millstream.run.own_parts import check_own_parts, checked_own_parts
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
 
@@ -74,7 +74,7 @@ def check_config(
     steps = [
         partial(_checked_rewards, reward),
         _checked_sandboxes,
-        _checked_functions,
+        checked_own_parts,
         _checked_models,
         _checked_engine,
         _checked_resources,
@@ -108,6 +108,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_proximal,
         _check_rollouts_only,
         _check_engine,
+        check_own_parts,
         _check_resources,
         _check_lora,
         _check_steps,
@@ -391,14 +392,6 @@ def _tried_rewards(
     with of_evaluation(played.evaluation):
         lines = try_rewards(rewards, {data.place_of(task): task for task in chosen}, is_start=is_start)
     return [f"{line}, of the evaluation {table.name}" for line in lines] if table is not None else lines
-
-
-def _checked_functions(config: RunConfig) -> Iterator[str]:
-    """The user's own advantage and loss. Loading a loss most likely imports torch, so only where there is one."""
-    for what, name in (("advantage", config.algorithm.advantage), ("loss", config.algorithm.loss)):
-        if imports.is_own(name):
-            imports.load_function(name)
-            yield f"checked: the {what} {name} is there"
 
 
 def _checked_models(config: RunConfig) -> Iterator[str]:

@@ -30,7 +30,9 @@ from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
 from millstream.run.tracking.config import AlertsConfig, MetricsConfig, TracesConfig, TrackersConfig
 from millstream.sim.config import DrawConfig, SimConfig
+from millstream.store.config import StoreConfig
 from millstream.weights import TransferWay
+from millstream.weights.config import WeightsConfig
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
 HELD_OUT = "held_out"  # the name of an evaluation that is given none
@@ -155,6 +157,8 @@ class EvaluationConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"name = {self.name!r}: expected letters, digits, '_', '-' and '.', and not {WARMUP}")
         if not 0 < self.top_p <= 1 or (self.temperature is not None and self.temperature <= 0):
             raise ValueError('top_p must be above 0 and at most 1, temperature above 0 (greedy: decoding = "greedy")')
+        if self.data is not None and self.data.sampler:
+            raise ValueError("data.sampler: all tasks of this data are evaluated. Leave sampler out")
         if self.data is not None and self.data.holdout not in (0, DataConfig().holdout):
             raise ValueError("data.holdout: all tasks of this data are evaluated. Leave holdout out, or set tasks")
 
@@ -187,6 +191,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     proximal: ProximalConfig | None = None
     """None: the learner itself computes the proximal policy that learner.mini_batches needs."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     evaluation: EvaluationConfig | tuple[EvaluationConfig, ...] = field(default_factory=EvaluationConfig)
     """One table, or several: [[evaluation]]."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -221,7 +227,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """With absolute paths of files and folders, as the run folder keeps it."""
-    algorithm, lora = config.algorithm, config.learner.lora
+    algorithm, learner = config.algorithm, config.learner
     evaluations = tuple(map(_evaluation_with_absolute_paths, config.evaluations))
     advantage, loss = imports.absolute(algorithm.advantage), imports.absolute(algorithm.loss)
     return structs.replace(
@@ -229,7 +235,16 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         model=structs.replace(config.model, path=_absolute(config.model.path)),
         reference=_with_absolute_path(config.reference),
         critic=_with_absolute_path(config.critic),
-        learner=structs.replace(config.learner, lora=_with_absolute_path(lora)),
+        learner=structs.replace(
+            learner,
+            lora=_with_absolute_path(learner.lora),
+            kind=imports.absolute(learner.kind),
+            schedule=imports.absolute(learner.schedule),
+        ),
+        pipeline=structs.replace(config.pipeline, filter=imports.absolute(config.pipeline.filter)),
+        store=structs.replace(config.store, kind=imports.absolute(config.store.kind)),
+        weights=structs.replace(config.weights, kind=imports.absolute(config.weights.kind)),
+        trackers=structs.replace(config.trackers, use=tuple(map(imports.absolute, config.trackers.use))),
         data=_data_with_absolute_paths(config.data),
         reward=_rewards_with_absolute_paths(config.reward),
         environment=_environments_with_absolute_paths(config.environment),
@@ -242,7 +257,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _data_with_absolute_paths(data: DataConfig) -> DataConfig:
     paths = {"path": _absolute(data.path), "name": _absolute(data.name), "rollouts": _absolute(data.rollouts)}
-    return structs.replace(data, **paths)
+    return structs.replace(data, **paths, sampler=imports.absolute(data.sampler))
 
 
 def _rewards_with_absolute_paths(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
@@ -268,6 +283,7 @@ def _with_absolute_path(config: Table) -> Table:
 
 def _engine_with_absolute_paths(config: EngineConfig) -> EngineConfig:
     """The folder of weights need not exist yet."""
+    config = structs.replace(config, kind=imports.absolute(config.kind))
     if config.http is None or config.http.folder is None:
         return config
     folder = str(Path(config.http.folder).resolve())

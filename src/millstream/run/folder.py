@@ -25,6 +25,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -36,7 +37,6 @@ import msgspec
 from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
-from millstream.env.rewards.config import PASSED
 from millstream.errors import ConfigError, OutputError
 from millstream.events import (
     ConfigWritten,
@@ -53,9 +53,11 @@ from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
+from millstream.imports import PASSED
 from millstream.paths import kind_of, program
 from millstream.run.changes import ChangedSetting, Tables, changed_settings, refused_change, tables_in, tables_of
 from millstream.run.config import HELD_OUT, RunConfig, with_absolute_paths
+from millstream.run.own_parts import passed_kinds
 
 FINISHED = "finished"
 LOCK = ".lock"
@@ -422,11 +424,12 @@ def holder_of(path: Path) -> int | None:
 
 
 def resume_command(path: Path, *changes: str) -> str:
-    """What to type; in Python where the reward or the data were passed from there."""
-    with suppress(OSError, UnicodeDecodeError):
+    """What to type; in Python where a part or the data were passed from there."""
+    with suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         text = (path / "config.toml").read_text()
         marks = {"reward=function": f'\nfunction = "{PASSED}', "data=records": "\npassed = true\n"}
-        if passed := [argument for argument, mark in marks.items() if mark in text]:
+        passed = [argument for argument, mark in marks.items() if mark in text]
+        if passed := [*passed, *(f"{kind}=..." for kind in passed_kinds(tomllib.loads(text)))]:
             arguments = [repr(str(path)), *passed, *([f"changes={list(changes)!r}"] if changes else [])]
             return f"millstream.resume({', '.join(arguments)}), from Python"
     return " ".join([program(), "train", "--resume", quote(str(path)), *(f"--set {quote(one)}" for one in changes)])

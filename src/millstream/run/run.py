@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 from msgspec import UNSET, UnsetType, structs
 
 from millstream.config import load
-from millstream.env.data import PassedData, in_order
+from millstream.env.data import PassedData, sampled
 from millstream.env.rewards import PassedRewards, was_passed
 from millstream.errors import ConfigError
 from millstream.events import EventSink
@@ -50,6 +50,7 @@ from millstream.run.garbage import seldom_collected
 from millstream.run.keep_rollouts import close_rollouts, open_rollouts, void_undone
 from millstream.run.learn import LearningEndpoint, check_endpoint, learning_config, open_journal, serving
 from millstream.run.log import RunLog
+from millstream.run.own_parts import OwnParts, check_passed_again, with_passed
 from millstream.run.own_thread import as_coroutine, outside_loop
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.progress import ProgressLines
@@ -84,12 +85,16 @@ def train(
     from_run: str | Path | None = None,
     progress: bool = True,
     endpoint: LearningEndpoint | None = None,
+    **parts: Unpack[OwnParts],
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names; several are weighed as its [[reward]] tables say. `data`: records, a list of dicts or a
     `datasets.Dataset`, where the config names none. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the
     run begins with. `progress`: whether lines about it are printed to standard error. `endpoint`: serves a run that learns from
-    its use (see `learn`). It works in a notebook as well; in a coroutine: `await train_async(...)`."""
+    its use (see `learn`). `parts` of your own take the place of those that the config names: engine, learner, store, weights,
+    loss, advantage, filter, sampler, schedule (docs/parts.md). It works in a notebook as well; in a coroutine: `await
+    train_async(...)`."""
+    config = with_passed(config, parts)
     check_endpoint(config, endpoint)
     sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     source = config.data.rollouts
@@ -113,10 +118,12 @@ def resume(
     changes: Sequence[str] = (),
     progress: bool = True,
     endpoint: LearningEndpoint | None = None,
+    **parts: Unpack[OwnParts],
 ) -> RunResult:
-    """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` and `data` that were passed to
-    `train` are passed again. `changes` of its config, such as `learner.learning_rate=1e-6`, are in force from here on, and are
-    kept in the run folder; which keys may change: `run.changes`. A resume that is refused leaves the folder as it was."""
+    """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward`, `data` and `parts` that were
+    passed to `train` are passed again. `changes` of its config, such as `learner.learning_rate=1e-6`, are in force from here
+    on, and are kept in the run folder; which keys may change: `run.changes`. A resume that is refused leaves the folder as
+    it was."""
     folder, config = RunFolder.reopen(Path(run_dir), changes)
     sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     try:
@@ -128,6 +135,8 @@ def resume(
         # bit for bit: other sizes would change it
         is_repeatable = config.pipeline.is_in_lockstep or config.warmup is not None or config.data.rollouts is not None
         recorded = recorded_sizes(folder) if is_repeatable else None
+        check_passed_again(config, parts)
+        config = with_passed(config, parts)
         start = folder.start if folder.start.is_dir() else None
         prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=start)
         resumed = find_resume_point(folder, config, prepared.data_digest)
@@ -370,7 +379,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     algorithm = build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards, prepared.backend.launcher)
     run.pipeline = Pipeline(
         parts,
-        in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
+        sampled(prepared.data.train, config.data, seed=config.seed),
         algorithm if journal is None else structs.replace(algorithm, group_reward=None),  # clients reward
         config=config.pipeline,
         rollout=config.rollout,
@@ -411,6 +420,8 @@ async def _open_store(run: ActiveRun, scorers: Scorers, recorded: RecordedBatche
 
 async def _save(run: ActiveRun, learner: RunLearner, fleet: Fleet) -> None:
     await run.waits.on(OWNER, "the model to be saved", asyncio.to_thread(_write_model, run, learner))
+    if run.config.learner.is_own:  # it has changed a copy
+        load_weights(run.prepared.model, await run.waits.on(OWNER, "the learner to copy weights", learner.weights()))
     fleet.weights = Publication(run.version, trained_weights(run.prepared.model))
 
 

@@ -143,6 +143,8 @@ def learner_config(config: RunConfig, warmup: WarmupConfig) -> LearnerConfig:
         compile=config.learner.compile,
         max_skipped_steps=config.learner.max_skipped_steps,
         ranks=config.learner.ranks,
+        kind=config.learner.kind,
+        args=config.learner.args,
     )
 
 

@@ -21,6 +21,7 @@ SAME_KEYS = (
     *("model.path", "model.tiny", "model.dtype", "seed", "warmup", "learner.lora"),  # the weights at the start
     *("rollout.group_size", "rollout.extra_members", "rollout.min_group_size", "rollout.temperature"),
     *("pipeline.groups_per_step", "pipeline.max_lag", "pipeline.surplus", "pipeline.filter_zero_signal"),
+    *("pipeline.filter", "pipeline.filter_args"),
 )
 """Keys that must be those of the run: its batches are what they are, and begin with its weights. Others, such as the learning
 rate, may differ; the result is then another one."""

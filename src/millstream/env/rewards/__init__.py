@@ -14,7 +14,7 @@ A reward that raises, hangs, kills its process, or returns something that is not
     text, mathematics, code, judge, ranking     the built-in rewards
 """
 
-from millstream.env.rewards.config import PASS_IT, PASSED, RewardConfig, passed, was_passed
+from millstream.env.rewards.config import PASS_IT, RewardConfig, passed, was_passed
 from millstream.env.rewards.find import (
     BUILT_IN_REWARDS,
     GroupReward,
@@ -31,7 +31,6 @@ from millstream.env.rewards.trial import try_rewards
 
 __all__ = [
     "BUILT_IN_REWARDS",
-    "PASSED",
     "PASS_IT",
     "CompletionScorer",
     "ConfiguredRewards",

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millstream.env.rewards.config import PASSED, RewardConfig
+from millstream.env.rewards.config import RewardConfig
 from millstream.env.rewards.find import (
     BUILT_IN_REWARDS,
     GroupReward,
@@ -31,6 +31,7 @@ from millstream.env.rewards.find import (
 )
 from millstream.env.rewards.pool import RewardWorkers
 from millstream.errors import ConfigError, RewardFailed, shown
+from millstream.imports import PASSED
 from millstream.rpc import threads
 from millstream.rpc.process import Launcher
 from millstream.rpc.threads import DaemonThreads

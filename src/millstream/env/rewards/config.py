@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from msgspec import Struct, structs
 
 from millstream.errors import ConfigError
+from millstream.imports import PASSED
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-PASSED = "callable:"  # prefix of the name of a function that was passed from Python, which a config cannot hold
 PASS_IT = "a config names functions, it does not hold them: pass a function to train(config, reward=function)"
 
 

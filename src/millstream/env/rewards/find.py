@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import inspect
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from msgspec import Struct
 from millstream import imports
 from millstream.config import problems
 from millstream.env.rewards.code import PythonTests
-from millstream.env.rewards.config import PASSED, RewardConfig, functions_of
+from millstream.env.rewards.config import RewardConfig, functions_of
 from millstream.env.rewards.foreign import adapted, check_foreign, library_of, parameters_of
 from millstream.env.rewards.judge import Judge, RankingJudge
 from millstream.env.rewards.mathematics import math_answer
@@ -69,20 +68,15 @@ def prepare_rewards(
 
 def find_reward(name: str) -> Any:
     """The function that a config names. Raises `ConfigError`, which says what was expected and where."""
-    if name.startswith(PASSED):
+    if name.startswith(imports.PASSED):
         raise ConfigError(
-            f"the reward is a Python function that was passed to train, {name.removeprefix(PASSED)}, and a config cannot hold "
-            "it. Pass it again from Python: millstream.resume(RUN, reward=function), or millstream.evaluate(config, "
-            'reward=function); or name it in config.toml: function = "file.py:function"'
+            f"the reward is a Python function that was passed to train, {name.removeprefix(imports.PASSED)}, and a config "
+            "cannot hold it. Pass it again from Python: millstream.resume(RUN, reward=function), or "
+            'millstream.evaluate(config, reward=function); or name it in config.toml: function = "file.py:function"'
         )
-    if imports.is_own(name):
-        return imports.load_function(name)
     if name in BUILT_IN_REWARDS:
         return BUILT_IN_REWARDS[name].function
-    raise ConfigError(
-        f"no reward {name!r}: use {', '.join(BUILT_IN_REWARDS)}, or one of your own: file.py:function or "
-        f"package.module:function{meant(name, BUILT_IN_REWARDS)}"
-    )
+    return imports.load_part("reward", name, BUILT_IN_REWARDS)
 
 
 def bind_reward(function: Callable[..., Any], config: RewardConfig) -> Callable[..., Any]:
@@ -178,14 +172,8 @@ def swapped_parameters(function: Callable[..., Any], config: RewardConfig) -> st
     )
 
 
-def meant(name: str, names: Iterable[str]) -> str:
-    """A sentence with the nearest name; empty if none is near."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f". Did you mean {near[0]}?" if near else ""
-
-
 def _nearest(name: str, names: Sequence[str]) -> str:
-    if near := meant(name, names):
+    if near := imports.meant(name, names):
         return near
     return f". Known here: {', '.join(names)}" if names else ": it takes none"
 

@@ -15,6 +15,7 @@ from millstream.env.sandbox.walled import WalledSandbox, check_walls
 from millstream.errors import ConfigError
 
 MIN_MB = 16
+DRIVERS = ("walls", "docker", "podman")
 METHODS = ("start", "exec", "read", "write", "snapshot", "close")
 
 
@@ -69,12 +70,8 @@ def sandbox_maker(config: SandboxConfig) -> Callable[[], Sandbox]:
                     '[environment.sandbox] args = { image = "python:3.12-slim" }'
                 )
             make = functools.partial(ContainerSandbox, program=config.use)
-        case _ if imports.is_own(config.use):
-            make = imports.load_function(config.use)
         case _:
-            raise ConfigError(
-                f"sandbox.use = {config.use!r}: expected walls, docker, podman, or a class of your own: file.py:Name"
-            )
+            make = imports.load_part("sandbox", config.use, DRIVERS)
     maker = functools.partial(make, config.limits, **config.args)
     try:
         made = maker()

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from millstream import imports
-from millstream.errors import ConfigError, shown
+from millstream.errors import shown
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FENCE = re.compile(r"^\s*```(?:json)?\s*\n(.*?)\n?```\s*$", re.DOTALL)
@@ -101,13 +101,10 @@ def format_of(template: str) -> str:
 
 def parser_named(name: str) -> Parser:
     """Raises `ConfigError`."""
-    if imports.is_own(name):
-        parser: Parser = imports.load_function(name)
-        return parser
-    if name not in PARSERS:
-        known = ", ".join(PARSERS)
-        raise ConfigError(f"no tool format {name!r}: use auto, {known}, or a function of your own: file.py:parse")
-    return PARSERS[name]
+    if name in PARSERS:
+        return PARSERS[name]
+    parser: Parser = imports.load_part("tool_format", name, ["auto", *PARSERS])
+    return parser
 
 
 def call_text(name: str, **arguments: Any) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from millstream.run.tracking.config import TrackerName
+from millstream import imports
 from millstream.run.tracking.sink import TrackedRun, Tracker
 
 MLFLOW_BATCH = 100  # parameters of one call
@@ -133,9 +133,17 @@ class TrackioTracker:
         self._run.finish()
 
 
-OPENERS: dict[TrackerName, Callable[[TrackedRun], Tracker]] = {
+OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "wandb": WandbTracker,
     "tensorboard": TensorboardTracker,
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
 }
+
+
+def opener_of(name: str) -> Callable[[TrackedRun], Tracker]:
+    """Of a tracker that a config names. Raises `ConfigError`."""
+    if name in OPENERS:
+        return OPENERS[name]
+    part: Callable[[TrackedRun], Tracker] = imports.load_part("tracker", name, OPENERS)
+    return part

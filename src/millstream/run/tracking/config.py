@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from millstream import imports
 from millstream.errors import ConfigError, shown
 
-TrackerName = Literal["wandb", "tensorboard", "mlflow", "trackio"]
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 AlertKind = Literal["finding", "stall", "failure", "end"]
 LOOPBACK = "127.0.0.1"
 
@@ -21,12 +22,17 @@ LOOPBACK = "127.0.0.1"
 class TrackersConfig(Struct, frozen=True, kw_only=True):
     """Where else a run is recorded. Each library reads its own environment variables: WANDB_MODE, MLFLOW_TRACKING_URI, ..."""
 
-    use: tuple[TrackerName, ...] = ()
-    """wandb, tensorboard, mlflow, trackio; several may be named."""
+    use: tuple[str, ...] = ()
+    """wandb, tensorboard, mlflow, trackio, or your own, file.py:Name (docs/parts.md); several may be named."""
     project: str = "millstream"
     """The project (MLflow: the experiment) that the run belongs to."""
     name: str | None = None
     """Of the run. None: the name of its folder."""
+
+    def __post_init__(self) -> None:
+        for name in self.use:
+            if name not in TRACKERS and not imports.is_part("tracker", name):
+                raise ValueError(imports.unknown_part("tracker", name, TRACKERS))
 
 
 class MetricsConfig(Struct, frozen=True, kw_only=True):
@@ -114,7 +120,7 @@ def public_url(url: str) -> str:
 def check_trackers(config: TrackersConfig) -> None:
     """Raises `ConfigError` where a library is missing."""
     for name in config.use:
-        if find_spec(name) is None:
+        if name in TRACKERS and find_spec(name) is None:
             raise ConfigError(f"trackers.use has {name!r}, which is not installed: pip install 'millstream[{name}]'")
 
 

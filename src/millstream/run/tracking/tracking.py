@@ -13,7 +13,7 @@ from millstream.events import EventSink
 from millstream.run.active import ActiveRun
 from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import RunResult
-from millstream.run.tracking.adapters import OPENERS
+from millstream.run.tracking.adapters import opener_of
 from millstream.run.tracking.alerts import AlertSink
 from millstream.run.tracking.config import alert_url
 from millstream.run.tracking.prometheus import PrometheusSink
@@ -26,7 +26,7 @@ class Tracking:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._trackers = [TrackerSink(name, OPENERS[name]) for name in config.trackers.use]
+        self._trackers = [TrackerSink(name, opener_of(name)) for name in config.trackers.use]
         address, url = config.metrics.prometheus, config.traces.opentelemetry
         self._prometheus = None if address is None else PrometheusSink(address)
         self._spans = None if url is None else SpanSink(url)
