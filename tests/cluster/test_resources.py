@@ -107,7 +107,6 @@ def test_a_table_that_cannot_be_meant_is_refused_in_words(text: str, says: str) 
     ("text", "says"),
     [
         ("[resources]\ncolocate = true\nengine_gpus = 0.5\nlearner_gpus = 0.5\n[engine]\nreplicas = 2", "replicas = 1"),
-        ('[engine]\nkind = "vllm"', 'engine.kind = "vllm" with runtime = "ray"'),
         ("[engine]\nprocess = true", "Leave engine.process out"),
         (f'{COLOCATED}\nweights = ["ipc"]\n{TWO}', 'add "shared"'),
         ('[resources]\nengine_gpus = 1\nlearner_gpus = 1\nweights = ["ipc"]', 'add "shared"'),

@@ -258,10 +258,11 @@ def test_engines_on_gpus_of_their_own_get_all_of_their_memory_and_the_learner_al
     shared = choose_sizes(run(text), find_device(run(text), node(1, 180)), shape)
     config, places = place(run(text), node(8, 180))
     apart = choose_sizes(config, with_places(find_device(config, node(8, 180)), places), shape)
-    assert apart.cache_gb is not None and shared.cache_gb is not None and apart.cache_gb > shared.cache_gb + 50
+    assert apart.cache_gb is not None and shared.cache_gb is not None and apart.cache_gb > shared.cache_gb + 20
     assert apart.needed_gb is not None and shared.needed_gb is not None and apart.needed_gb < shared.needed_gb
     assert apart.replicas == 7 and shared.replicas == 1
-    assert gpu_share(config, config.learner) < gpu_share(config, config.learner, is_apart=True) == 1.0
+    few = run("[pipeline]\ngroups_per_step = 4\nmax_lag = 1")
+    assert gpu_share(few, few.learner) < gpu_share(few, few.learner, is_apart=True) == 1.0
 
 
 def test_what_is_placed_where_is_one_line() -> None:
@@ -387,9 +388,8 @@ def test_a_version_is_staged_once_for_all_engines_of_a_machine() -> None:
 
 
 def dry_run(folder: Path, text: str, machine: str) -> tuple[int, str]:
-    (folder / "run.toml").write_text(
-        f"run_dir = '{folder / 'run'}'\n{text}\n[model.tiny]\n[data]\ntoy = 'sort_digits'\nsize = 64\n"
-    )
+    small = "[model.tiny]\n[rollout]\nmax_tokens = 8\n[data]\ntoy = 'sort_digits'\nsize = 64\nholdout = 0\n"
+    (folder / "run.toml").write_text(f"run_dir = '{folder / 'run'}'\n{text}\n{small}")
     done = CliRunner().invoke(app, ["train", str(folder / "run.toml"), "--dry-run", "--machine", machine])
     return done.exit_code, " ".join(done.output.split())
 
@@ -401,7 +401,7 @@ def test_a_dry_run_says_in_one_line_what_would_be_where_on_a_described_machine(t
     code, said = dry_run(tmp_path, "[resources]\ngpus = 16", "8xH100")
     assert code == 1 and "resources.gpus = 16, and 8 GPUs can be seen" in said
     code, said = dry_run(tmp_path, "", "cpu")
-    assert code == 0 and "GPU" not in said.partition("checked:")[2]
+    assert code == 0 and "the learner on" not in said and "estimated: on a CPU float32" in said
 
 
 def test_a_machine_is_described_for_a_dry_run_alone(tmp_path: Path) -> None:

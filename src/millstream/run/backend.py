@@ -172,13 +172,13 @@ class LocalEngines:
 
     def make(self, name: str) -> RunEngine:
         config, context = self._config, self._context
-        common = {"clock": context.clock, "sink": context.sink, "name": name}
+        model, tokenizer, clock, sink = context.model, context.tokenizer, context.clock, context.sink
         if config.kind == "http":
-            self._servers = self._servers or HttpServers(config, context.model, clock=context.clock, sink=context.sink)
+            self._servers = self._servers or HttpServers(config, model, clock=clock, sink=sink)
             return self._servers.engine(name)
         if not self.are_processes:
-            return build.thread_engine(config, context.model, context.tokenizer, **common)
-        return process_engine(config, context.model, context.tokenizer, self._supply(name), **common)
+            return build.thread_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
+        return process_engine(config, model, tokenizer, self._supply(name), clock=clock, sink=sink, name=name)
 
     @property
     def are_processes(self) -> bool:

@@ -18,7 +18,7 @@ from millstream import imports
 from millstream.algo import advantage_of, check_algorithm, needs_critic, reads_proximal
 from millstream.cluster.resources import ResourcesConfig, placement_lines
 from millstream.config import to_toml
-from millstream.engine.vllm.config import VllmConfig, check_args, check_installed
+from millstream.engine.vllm.config import VllmConfig, check_args, check_installed, is_installed
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, check_environments
 from millstream.env.data import DataSet, PassedData, check_hub_data, read
 from millstream.env.registry import check_tasks, single_turn_tasks
@@ -81,7 +81,7 @@ def check_config(
         _checked_sandboxes,
         _checked_functions,
         _checked_models,
-        _checked_engine,
+        partial(_checked_engine, machine),
         partial(_checked_places, machine),
         partial(checked_machine, machine),
         _checked_recorded,
@@ -428,9 +428,11 @@ def _checked_models(config: RunConfig) -> Iterator[str]:
         yield f"checked: {path} is a checkpoint's folder with whole weights and a tokenizer"
 
 
-def _checked_engine(config: RunConfig) -> Iterator[str]:
-    """Servers need not be up yet."""
-    if config.engine.kind == "vllm":
+def _checked_engine(machine: Machine | None, config: RunConfig) -> Iterator[str]:
+    """Servers need not be up yet, and vLLM need not be installed where a config is checked for another machine."""
+    if config.engine.kind == "vllm" and machine is not None and machine.is_described and not is_installed():
+        yield "not checked: vLLM, which is not installed here"
+    elif config.engine.kind == "vllm":
         check_installed()
         check_args(config.engine.vllm or VllmConfig())
         yield "checked: vLLM is installed"

@@ -72,9 +72,14 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"args has {name}, which the run itself sets: leave it out")
 
 
+def is_installed() -> bool:
+    """Imports nothing: that would take seconds."""
+    return importlib.util.find_spec("vllm") is not None
+
+
 def check_installed() -> None:
-    """Raises `ConfigError` that says what to type. Imports nothing: that would take seconds."""
-    if importlib.util.find_spec("vllm") is None:
+    """Raises `ConfigError` that says what to type."""
+    if not is_installed():
         raise ConfigError(
             'engine.kind = "vllm", and vLLM is not installed here: pip install vllm on a machine with a GPU, see '
             'docs/engines-vllm.md for one without, or set engine.kind = "torch"'
