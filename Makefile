@@ -24,7 +24,7 @@ LOWEST_TORCH ?= 2.11.0
 # them. So what is started here has to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-agents test-cookbook test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-vllm-ray test-envs test-agents test-cookbook test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -45,6 +45,10 @@ test-ray: $(VENV)/.installed-ray
 # vLLM pins what it needs: it has an environment of its own. Five minutes, most of them starts of vLLM.
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -m vllm tests/engine/test_vllm.py
+
+# Training runs with vLLM under Ray on this machine's CPU. About five minutes.
+test-vllm-ray: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -m 'vllm and slow' tests/engine/test_vllm_ray.py
 
 # lm-evaluation-harness through `millstream serve`; without it that test is skipped.
 test-lm-eval: $(VENV)/.installed-lm-eval

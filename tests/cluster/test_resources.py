@@ -107,7 +107,6 @@ def test_a_table_that_cannot_be_meant_is_refused_in_words(text: str, says: str) 
     ("text", "says"),
     [
         ("[resources]\ncolocate = true\nengine_gpus = 0.5\nlearner_gpus = 0.5\n[engine]\nreplicas = 2", "replicas = 1"),
-        ('[engine]\nkind = "vllm"', 'engine.kind = "vllm" with runtime = "ray"'),
         ("[engine]\nprocess = true", "Leave engine.process out"),
         (f'{COLOCATED}\nweights = ["ipc"]\n{TWO}', 'add "shared"'),
         ('[resources]\nengine_gpus = 1\nlearner_gpus = 1\nweights = ["ipc"]', 'add "shared"'),
@@ -137,7 +136,9 @@ def test_weights_have_a_way_to_every_engine_on_whichever_gpu_it_is_and_a_dry_run
     assert f"checked: weights reach engines by {said}" in check_config(config).findings
 
 
-def test_a_proximal_policy_beside_the_learner_is_on_no_gpu_of_its_and_over_nodes_there_is_a_way_through_the_host() -> None:
+def test_a_proximal_policy_beside_the_learner_is_on_no_gpu_of_its_and_over_nodes_there_is_a_way_through_the_host() -> (
+    None
+):
     beside = run(f"{COLOCATED}\n[learner]\nmini_batches = 2\n[proximal]")
     assert weight_ways(beside, is_one_node=True) == ("ipc", "shared")
     assert weight_ways(run(COLOCATED), is_one_node=False) == ("ipc", "shared", "nccl", "broadcast")

@@ -525,10 +525,16 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from support.tiny import make
+import asyncio
+from millstream.clock import RealClock
 from millstream.engine import EngineConfig
-from millstream.engine.native.process import local_process
-host = local_process(make("llama"), EngineConfig())
-host.start(lambda report: None)
+from millstream.events.sinks import MemorySink
+from millstream.run.build import build_engine
+
+async def started():
+    return build_engine(EngineConfig(process=True), make("llama"), clock=RealClock(), sink=MemorySink())._host
+
+host = asyncio.run(started())
 host._is_launched.wait()
 while host.remote.process is None: pass
 print(host.remote.process.pid, flush=True)

@@ -1,8 +1,8 @@
 """A real vLLM behind the seam: the same tokens and log-probabilities as transformers, and the right version for every token.
 
-Two engines, each started once: one with weights in shared memory and a prefix cache; one with weights in files, without a prefix
-cache, and (on a CPU) split over two workers. vLLM takes long to start, so that tests that end an engine are at the end of this
-file."""
+Two engines, each started once: one with weights in shared memory, which computes keys and values again after an update; one with
+weights in files, which keeps them, and (on a CPU) is split over two workers. vLLM takes long to start, so that tests that end an
+engine are at the end of this file."""
 
 from __future__ import annotations
 
@@ -220,6 +220,41 @@ def test_a_request_that_begins_after_a_swap_never_sees_a_cache_of_older_weights(
         assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=CLOSE)
 
 
+def test_a_request_that_waits_during_a_swap_is_computed_under_the_new_weights_alone(started: Started) -> None:
+    """More requests than there are slots, with a prompt that others of the old weights share."""
+    prompt = prompts(1, seed=6)[0] * 8
+
+    async def program() -> list[Completion]:
+        await started.load(3)
+        flights = [
+            asyncio.ensure_future(started.engine.generate(request(n, prompt, max_tokens=60))) for n in range(3 * SLOTS)
+        ]
+        await some_tokens(started, 4 * SLOTS)
+        await started.load(4)
+        return await asyncio.gather(*flights)
+
+    newest = [one for one in run(program()) if set(one.versions) == {started.engine.version}]
+    assert len(newest) >= SLOTS
+    for completion in newest:
+        expected = teacher_forced(twin_of(4), prompt, completion.tokens)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=CLOSE)
+
+
+def test_a_stop_string_ends_a_request_at_the_token_that_completes_it(started: Started) -> None:
+    async def program() -> tuple[Completion, Completion, Completion]:
+        whole = await started.engine.generate(request(0, (4, 5, 6), max_tokens=40))
+        text = started.tokenizer.decode(whole.tokens)
+        sampling = Sampling(max_tokens=40, stop_strings=("no such", text[10:12]))
+        asked = structs.replace(request(0, (4, 5, 6), max_tokens=40), sampling=sampling)
+        return whole, await started.engine.generate(asked), await started.engine.generate(request(1, (4, 5, 6)))
+
+    whole, cut, _ = run(program())
+    assert cut.finish is Finish.STOP and cut.tokens == whole.tokens[: len(cut.tokens)] and len(cut.tokens) <= 12
+    assert len(cut.logprobs) == len(cut.versions) == len(cut.tokens)
+    text = started.tokenizer.decode(whole.tokens)[10:12]
+    assert started.tokenizer.decode(cut.tokens).endswith(text) and text not in started.tokenizer.decode(cut.tokens[:-1])
+
+
 def test_weights_of_another_shape_are_refused(started: Started) -> None:
     async def program() -> None:
         fitting = {name: p.detach() for name, p in model().to(DEVICE).named_parameters()}
@@ -231,7 +266,7 @@ def test_weights_of_another_shape_are_refused(started: Started) -> None:
 
 def test_a_request_that_can_never_run_is_refused_and_the_engine_goes_on(started: Started) -> None:
     async def program() -> None:
-        with pytest.raises(RequestRefused, match=rf"{VOCABULARY} tokens.*{VOCABULARY}"):
+        with pytest.raises(RequestRefused, match=rf"the token {VOCABULARY} in the prompt.*less than {VOCABULARY}"):
             await started.engine.generate(request(0, (4, VOCABULARY)))
         with pytest.raises(RequestRefused, match="context of 256"):
             await started.engine.generate(request(0, (4,) * 250, max_tokens=7))

@@ -15,8 +15,9 @@ import torch
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
+from millstream.engine.http.config import HttpConfig
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, set_environment
-from millstream.engine.vllm.config import VllmConfig
+from millstream.engine.vllm.config import VllmConfig, check_args
 from millstream.engine.vllm.extension import WorkerExtension
 from millstream.engine.vllm.worker import VllmRequest, VllmWorker, serve_vllm
 from millstream.env.data import DataConfig
@@ -52,7 +53,7 @@ def ref(*shapes: tuple[str, tuple[int, ...]]) -> WeightsRef:
 
 def setup(*, is_cpu: bool = True, **vllm: object) -> VllmSetup:
     return VllmSetup(
-        folder="folder",
+        files={},
         first=ref(("bias", (2,)), ("weight", (2, 2))),
         slots=6000,
         prefill_tokens=4096,
@@ -93,15 +94,59 @@ def test_adapters_are_refused() -> None:
         check_combinations(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=VLLM, learner=learner))
 
 
+def arguments(setup: VllmSetup) -> dict[str, Any]:
+    return engine_arguments(setup, Path("folder"))
+
+
 def test_every_option_reaches_vllm() -> None:
-    given = engine_arguments(setup(is_cpu=False, tensor_parallel=2, cache_gib=2.5, prefix_cache=False))
+    options = {"tensor_parallel": 2, "cache_gib": 2.5, "prefix_cache": False, "args": {"quantization": "fp8"}}
+    given = arguments(setup(is_cpu=False, **options))
+    assert given["quantization"] == "fp8" and given["distributed_executor_backend"] == "mp"
+    assert arguments(setup())["distributed_executor_backend"] == "uni", "not Ray, also in its actors"
+    assert arguments(setup(memory=0.7))["gpu_memory_utilization"] == 0.7
     assert given["tensor_parallel_size"] == 2 and given["gpu_memory_utilization"] == 0.4
     assert given["kv_cache_memory_bytes"] == int(2.5 * 2**30) and given["enable_prefix_caching"] is False
     assert given["load_format"] == "dummy" and given["enforce_eager"] is False
     assert given["max_num_batched_tokens"] == given["max_num_seqs"] == 6000, "vLLM wants room for a token of each"
-    assert engine_arguments(setup(is_cpu=False))["kv_cache_memory_bytes"] is None
-    assert given["enable_chunked_prefill"] and not engine_arguments(setup())["enable_chunked_prefill"]
-    assert engine_arguments(setup())["kv_cache_memory_bytes"] == 2**30 and engine_arguments(setup())["enforce_eager"]
+    assert arguments(setup(is_cpu=False))["kv_cache_memory_bytes"] is None
+    assert given["enable_chunked_prefill"] and not arguments(setup())["enable_chunked_prefill"]
+    assert arguments(setup())["kv_cache_memory_bytes"] == 2**30 and arguments(setup())["enforce_eager"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"tensor_parallel_size": 2}, r"set engine\.vllm\.tensor_parallel instead"),
+        ({"max_num_seqs": 2}, r"set engine\.slots instead"),
+        ({"logprobs_mode": "raw_logprobs"}, "which the run itself sets: leave it out"),
+        ({"pipeline_parallel_size": 2}, "which the run itself sets"),
+    ],
+)
+def test_arguments_that_have_a_key_or_that_guarantees_depend_on_are_refused(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        VllmConfig(args=args)
+
+
+def test_arguments_that_this_vllm_does_not_have_are_refused_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm/engine").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('it is not imported')")
+    source = "class EngineArgs:\n    model: str = ''\n    quantization: str | None = None\n\nclass AsyncEngineArgs(EngineArgs): ...\n"
+    (tmp_path / "vllm/engine/arg_utils.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_args(VllmConfig(args={"quantization": "fp8"}))
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.args has quantisation, .*Did you mean quantization\?"):
+        check_args(VllmConfig(args={"quantisation": "fp8"}))
+
+
+def test_keys_and_values_are_kept_or_computed_again_by_one_key_for_every_engine_that_can() -> None:
+    for kind in ("torch", "vllm"):
+        assert EngineConfig(kind=kind, on_update="recompute").on_update == "recompute"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="whose servers decide"):
+        EngineConfig(
+            kind="http", on_update="recompute", http=HttpConfig(urls=("http://a:1",), flavour="vllm", folder="/w")
+        )
 
 
 def test_what_the_user_has_set_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,23 +196,40 @@ def test_a_token_that_was_sampled_before_the_weights_it_would_be_recorded_for_br
 
 def test_weights_of_another_shape_or_name_are_refused_when_they_are_offered() -> None:
     worker = VllmWorker(setup(), lambda report: None)
-    worker.offer(ref(("bias", (2,)), ("weight", (2, 2))))
     for wrong in (ref(("bias", (3,)), ("weight", (2, 2))), ref(("weight", (2, 2)))):
         with pytest.raises(EngineError, match=r"do not fit: \['bias'\]"):
             worker.offer(wrong)
 
 
-def test_weights_come_out_of_the_memory_that_they_were_published_in(tmp_path: Path) -> None:
+def fetched(worker: Worker, published: WeightsRef) -> str:
+    """The line that says what became of it."""
+    reading, writing = os.pipe()
+    worker.millstream_fetch(msgspec.json.encode(published).decode(), f"/proc/{os.getpid()}/fd/{writing}")
+    with os.fdopen(reading) as lines:
+        line = lines.readline()
+    os.close(writing)
+    return line
+
+
+def test_weights_come_out_of_the_memory_that_they_were_published_in_and_are_released_when_they_are_loaded(
+    tmp_path: Path,
+) -> None:
     publisher = WeightsPublisher(tmp_path / "staged", node="", ways=["shared"])
     worker = Worker({"weight", "bias"})
     found = dict[str, torch.Tensor]()
     worker.model.load_weights = lambda weights: found.update((n, t.clone()) for n, t in weights) or found.keys()
     worker.reload_weights = lambda weights_iterator: worker.model.load_weights(weights_iterator)
     sent = {"weight": torch.randn(2, 2), "bias": torch.randn(2)}
+    published = publisher.put(1, sent.items())
+    assert fetched(worker, published) == "null\n", "they are there, and nothing is loaded yet"
+    assert not found
     with pytest.raises(ImportError):  # after the reload: the packing of heads needs vLLM
-        worker.millstream_load(msgspec.json.encode(publisher.put(1, sent.items())).decode())
-    publisher.close()
+        worker.millstream_load()
     assert all(torch.equal(found[name], sent[name]) for name in sent)
+    with pytest.raises(WeightsError, match="none were fetched"):
+        worker.millstream_load()
+    publisher.close()
+    assert '"WeightsUnreachable"' in fetched(worker, published), "why not, as the error that the run gets"
 
 
 @pytest.mark.timeout(120)

@@ -48,6 +48,7 @@ from millstream.run.backend import BackendContext, LocalBackend, build_fleet
 from millstream.run.config import ModelConfig, TinyConfig
 from millstream.run.control import Control, ControlError, RunStatus, ScaleRequest, ScaleResult, StatusRequest
 from millstream.run.evaluate import Evaluator
+from millstream.run.places import Places
 from millstream.serving.fleet import MAX_REPLACED, REPLACE_BACK_OFF, SERVED_S, Fleet
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
@@ -901,7 +902,7 @@ def test_what_cannot_be_scaled_is_refused_and_says_why(tmp_path: Path) -> None:
         http = EngineConfig(
             kind="http", http=HttpConfig(urls=("http://127.0.0.1:1",), flavour="millstream", folder=str(tmp_path))
         )
-        site = LocalBackend(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=http))
+        site = LocalBackend(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=http), Places())
         clock, sink = VirtualClock(), MemorySink()
         await site.open(BackendContext(model=make("qwen3"), tokenizer=None, folder=tmp_path, clock=clock, sink=sink))
         servers = build_fleet(site, http, is_queueing=True, clock=clock, sink=sink)

@@ -8,13 +8,14 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from millstream.clock import RealClock
-from millstream.engine import EngineConfig
+from millstream.engine import EngineConfig, OnUpdate
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.vllm.config import VllmConfig
 from millstream.events.sinks import MemorySink
 from millstream.model.load import new_model, set_up_cpu
+from millstream.model.tiny import character_tokenizer
 from millstream.run.build import build_engine
-from support.tiny import SHAPE
+from support.tiny import SHAPE, VOCABULARY
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 8
@@ -37,14 +38,17 @@ class Started:
         self.keeps_cache = kind == "file"
         vllm = VllmConfig(
             tensor_parallel=2 if kind == "file" and DEVICE == "cpu" else 1,
-            prefix_cache=not self.keeps_cache,
             weights=kind,
             cache_gib=1.0,
             enforce_eager=True,
         )
-        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, vllm=vllm)
+        on_update: OnUpdate = "keep" if self.keeps_cache else "recompute"
+        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, on_update=on_update, vllm=vllm)
         # so few tokens of prompts at a time that what is computed again after a swap takes several steps
-        self.engine: TorchEngine = build_engine(config, model().to(DEVICE), clock=RealClock(), sink=self.sink)
+        self.tokenizer = character_tokenizer("".join(map(chr, range(33, 33 + VOCABULARY - 3))))
+        self.engine: TorchEngine = build_engine(
+            config, model().to(DEVICE), clock=RealClock(), sink=self.sink, tokenizer=self.tokenizer
+        )
 
     async def load(self, seed: int) -> int:
         """As the next version."""

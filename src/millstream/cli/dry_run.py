@@ -13,12 +13,21 @@ from millstream.cli.common import console
 from millstream.paths import program
 from millstream.run.config import RunConfig
 from millstream.run.dry_run import find_all
+from millstream.run.places import parse_machine
 
 DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
         help="Check all that a start would: config, data, rewards (each is called), model, context, disk. Run nothing.",
+    ),
+]
+OtherMachine = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="[NODESx]NUMBERxKIND",
+        help="With --dry-run: check for this machine instead of the present one: 8xH100, 4x8xH100, cpu.",
     ),
 ]
 ShowConfig = Annotated[
@@ -31,10 +40,17 @@ def show_config(config: RunConfig) -> None:
 
 
 def show_dry_run(
-    config: RunConfig, *, path: Path | None, resume: Path | None, from_run: str | None, is_commented: bool
+    config: RunConfig,
+    *,
+    path: Path | None,
+    resume: Path | None,
+    from_run: str | None,
+    machine: str | None,
+    is_commented: bool,
 ) -> None:
     """A line for each finding, warnings last, then what to type. `is_commented`: below a config, as comments of it."""
-    findings = find_all(config, resume=resume, from_run=from_run)
+    described = None if machine is None else parse_machine(machine)
+    findings = find_all(config, resume=resume, from_run=from_run, machine=described)
     what = quote(str(path)) if path is not None else f"--resume {quote(str(resume))}"
     warnings = sum(line.startswith("warning") for line in findings)
     said = (

@@ -27,7 +27,7 @@ from millstream.cli.common import AsJson, console, errors, errors_shown, keep_st
 from millstream.cli.dash import dash_command, note_command, write_html
 from millstream.cli.diff import diff_command
 from millstream.cli.doctor import doctor_command
-from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
+from millstream.cli.dry_run import DryRun, OtherMachine, ShowConfig, show_config, show_dry_run
 from millstream.cli.environments import env_commands
 from millstream.cli.evaluate import evaluate_command
 from millstream.cli.export import export_command
@@ -126,6 +126,7 @@ def train_command(
     from_run: FromRun = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,
+    machine: OtherMachine = None,
     with_config: ShowConfig = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 3 if a finding holds at the end: the run did not learn.")
@@ -145,6 +146,8 @@ def train_command(
             raise ConfigError("type either a config (millstream train RUN.toml) or a run to resume (--resume RUN)")
         if from_run is not None and resume is not None:
             raise ConfigError("--from begins a new run and --resume continues one: type one of them")
+        if machine is not None and not dry_run:
+            raise ConfigError("--machine describes a machine that a config is checked for: type --dry-run with it")
         if path is not None and kind_of(path) == "folder":
             raise ConfigError(_not_a_config(path))
         if path is not None:
@@ -154,7 +157,7 @@ def train_command(
         if with_config:
             show_config(config)
         if dry_run:
-            show_dry_run(config, path=path, resume=resume, from_run=from_run, is_commented=with_config)
+            show_dry_run(config, path=path, resume=resume, from_run=from_run, machine=machine, is_commented=with_config)
         if dry_run or with_config:
             return
         check_combinations(config)  # an error here comes before the view is drawn

@@ -15,6 +15,7 @@ from millstream.errors import ConfigError, OutputError
 from millstream.events.lanes import lanes_of, lanes_svg, lanes_text
 from millstream.paths import kind_of, program
 from millstream.run.config import RunConfig
+from millstream.run.places import place
 from millstream.run.simulate import costs_of, simulate
 
 
@@ -49,7 +50,7 @@ def sim_command(
             console.out(msgspec.json.encode(found.result).decode(), highlight=False)
             return
         console.print(result_table(found.result))
-        engines, ranks = config.engine.num_engines, config.learner.ranks
+        engines, ranks = place(config, None)[0].engine.num_engines, config.learner.ranks
         of_engines, of_ranks = "engine" + "s" * (engines != 1), "learner rank" + "s" * (ranks != 1)
         console.out(f"simulated with {engines} {of_engines} and {ranks} {of_ranks}", highlight=False)
         for line in [*bottleneck_lines(found.result.summary.bottleneck), ""]:

@@ -29,11 +29,14 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     address: str = "local"
     """local: Ray is started on this machine for this run, on loopback. auto: the cluster of this machine. Otherwise the
     address of a cluster, HOST:PORT."""
+    gpus: int | None = None
+    """GPUs of the run: each learner rank has one (learner.ranks), and engines have the others, as many as engine.replicas says
+    or as there is room for. None: without Ray all that can be seen; with Ray what the keys below say."""
     engine_cpus: float = 1.0
     """CPUs of each engine replica."""
     engine_gpus: float = 0.0
-    """GPUs of each engine replica: 0 is a CPU, 0.5 half of a GPU. Ray counts shares and does not enforce them: engine.cache_gb
-    limits the memory of an engine."""
+    """GPUs of each engine replica: 0 is a CPU, 0.5 half of a GPU, above 1 what engine.vllm.tensor_parallel says. Ray counts
+    shares and does not enforce them: engine.cache_gb or engine.vllm.memory limits the memory of an engine."""
     learner_cpus: float = 1.0
     """CPUs of each learner rank."""
     learner_gpus: float = 0.0
@@ -65,6 +68,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
         more = (self.stage_gpus, self.environment_cpus, self.reward_cpus, self.reward_gpus)
         if min(*shares, *more) < 0 or self.patience_s <= 0:
             raise ValueError("CPUs and GPUs must be at least 0, patience_s above 0")
+        if self.gpus is not None and self.gpus < 1:
+            raise ValueError(f"gpus = {self.gpus}: expected at least 1, or leave it out")
         gpus = (self.engine_gpus, self.learner_gpus, self.stage_gpus, self.reward_gpus)
         if any(share > 1 and share != int(share) for share in gpus):
             raise ValueError(
@@ -76,9 +81,10 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
         if self.weights is not None and (not self.weights or len(set(self.weights)) < len(self.weights)):
             raise ValueError("weights must name at least one way, and each of them once")
         for way, instead in (("ipc", "shared"), ("nccl", "broadcast")):
-            if self.weights is not None and way in self.weights and not self.learner_gpus:
+            if self.weights is not None and way in self.weights and not (self.learner_gpus or self.gpus):
                 raise ValueError(f'weights has "{way}", which is for GPUs, and learner_gpus = 0: use "{instead}"')
-        if self.colocate and not 0 < self.engine_gpus + self.learner_gpus <= 1:
+        is_divided = self.gpus is not None and not self.engine_gpus + self.learner_gpus
+        if self.colocate and not is_divided and not 0 < self.engine_gpus + self.learner_gpus <= 1:
             raise ValueError(
                 "colocate puts an engine and a rank on one GPU: engine_gpus + learner_gpus must be above 0 and at most 1, 0.5 "
                 "and 0.5, say"

@@ -4,6 +4,7 @@
 """
 
 from millstream.engine.base import Engine, EngineContext, EngineStats, OnSampled
-from millstream.engine.config import EngineConfig, OnUpdate
+from millstream.engine.config import EngineConfig
+from millstream.engine.vllm.config import OnUpdate
 
 __all__ = ["Engine", "EngineConfig", "EngineContext", "EngineStats", "OnSampled", "OnUpdate"]

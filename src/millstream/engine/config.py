@@ -9,9 +9,8 @@ from msgspec import Struct
 
 from millstream import imports
 from millstream.engine.http.config import HttpConfig
-from millstream.engine.vllm.config import VllmConfig
+from millstream.engine.vllm.config import OnUpdate, VllmConfig
 
-OnUpdate = Literal["keep", "recompute"]
 ENGINE_KINDS = ("torch", "vllm", "http")
 PREFILL_TOKENS = 4096
 SLOTS = 128
@@ -37,8 +36,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefill_tokens: int = PREFILL_TOKENS
     """Prompt tokens computed in one forward pass."""
 
-    replicas: int = 1
-    """Engines that share the rollouts. One that dies is replaced while the others continue."""
+    replicas: int | Literal["auto"] = "auto"
+    """Engines that share the rollouts. One that dies is replaced while the others continue. auto: as many as there are GPUs for
+    (docs/cluster.md); on a CPU, one."""
 
     process: bool | None = None
     """Whether the engine has a process of its own, and a learner of one rank another. None: on a CPU with several cores, where
@@ -51,8 +51,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """The size of the pool of pages; on a CPU only with cache = "pages". auto: on a GPU what the slots need, as far as the
     learner leaves it (a third of what is free where that is not known); else 1 GB."""
     on_update: OnUpdate = "keep"
-    """What happens to the keys and values of rollouts in flight, in a turn or between two turns, when new weights are loaded:
-    they are kept, or computed again under the new weights. Rollouts that start later never see older ones."""
+    """What happens to the keys and values of rollouts in flight when new weights are loaded: they are kept, or computed again
+    under the new weights. Of our own engine also those between two turns. With kind = "http" the servers decide. Rollouts that
+    start later never see older ones."""
     speculation: Literal["auto", "off"] | int = "auto"
     """Speculative decoding while few requests run, with cache = "pages": tokens that a request has repeated before are guessed,
     and one step checks all of them. Tokens and log-probabilities are the same. auto: where it is faster; off in lockstep. A
@@ -63,13 +64,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._check_kind()
-        if min(self.num_slots, self.prefill_tokens, self.replicas) < 1 or not 0 < self.answer_s < math.inf:
+        if min(self.num_slots, self.prefill_tokens, self.num_replicas) < 1 or not 0 < self.answer_s < math.inf:
             raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0 and finite")
-        if self.replicas > MAX_REPLICAS:
+        if self.num_replicas > MAX_REPLICAS:
             raise ValueError(f"replicas = {self.replicas}: expected at most {MAX_REPLICAS:,}")
         if self.pool_gb is not None and (not 0 < self.pool_gb < math.inf or self.cache == "slots"):
             raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
-        if self.kind == "http" and self.replicas > 1:
+        if self.kind == "http" and self.num_replicas > 1:
             raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
         if self.kind == "vllm" and self.process is False:
             raise ValueError('process = false with kind = "vllm", which always has a process of its own: leave it out')
@@ -77,11 +78,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
             )
-        own = (self.cache, self.cache_gb, self.on_update, self.speculation)
-        if self.kind != "torch" and own != (None, "auto", "keep", "auto"):
+        if self.kind != "torch" and (self.cache, self.cache_gb, self.speculation) != (None, "auto", "auto"):
             raise ValueError(
-                f'cache, cache_gb, on_update and speculation are of kind = "torch", and kind = "{self.kind}": leave them out'
+                f'cache, cache_gb and speculation are of kind = "torch", and kind = "{self.kind}": leave them out'
             )
+        if self.kind == "http" and self.on_update != "keep":
+            raise ValueError('on_update with kind = "http", whose servers decide: leave it out')
         if isinstance(self.speculation, int):
             if not 1 <= self.speculation <= MAX_DRAFT:
                 raise ValueError(
@@ -130,9 +132,24 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def news_s(self) -> float:
         """Seconds between reports of a request's tokens by the native engine; 0: at every decode step. Proportional to the
         number of engines, so that the driver's load does not grow with it."""
-        return 0.0 if self.replicas == 1 else NEWS_S * self.replicas
+        return 0.0 if self.num_replicas == 1 else NEWS_S * self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """A run decides before what `auto` is (`run.places`); an engine alone is one."""
+        return self.replicas if isinstance(self.replicas, int) else 1
+
+    @property
+    def takes_stops(self) -> bool:
+        """Whether it looks for stop strings."""
+        return self.kind != "http"
+
+    @property
+    def gpus_each(self) -> int:
+        """GPUs that one engine computes on, where it has any of its own."""
+        return (self.vllm or VllmConfig()).tensor_parallel if self.kind == "vllm" else 1
 
     @property
     def num_engines(self) -> int:
         """That a run starts: each server is one engine."""
-        return self.replicas if self.http is None else len(self.http.urls)
+        return self.num_replicas if self.http is None else len(self.http.urls)

@@ -67,6 +67,7 @@ class Sizes(Struct, frozen=True, kw_only=True):
     cache_gb: float | None  # of each engine; None: it has no pages, or decides itself
     micro_batch_tokens: int
     is_compiled: bool
+    replicas: int | None = None  # None: the log does not say
     needed_gb: float | None = None  # of the GPU; None: there is none, or its memory is not known
     free_gb: float | None = None
 

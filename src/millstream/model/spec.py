@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from millstream.model.adapters import add_adapters
@@ -27,10 +27,17 @@ def has_own_code(folder: str | Path) -> bool:
     return any(Path(folder).glob("*.py"))
 
 
-def described(model: PreTrainedModel) -> dict[str, bytes]:
-    """Its description, as it is saved."""
+def described(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    config: PreTrainedConfig | None = None,
+) -> dict[str, bytes]:
+    """Its description, as it is saved, with a tokenizer if there is one."""
     with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
-        save_description(model, folder)
+        save_description(model, folder, config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol
 
@@ -105,8 +105,17 @@ class LocalWorker:
 
     node = ""
 
-    def __init__(self, target: str, name: str, descriptors: Sequence[int] = (), *, keeps_stderr: bool = False) -> None:
-        """`keeps_stderr`: through `LastLines`. Otherwise the worker writes to this process's stderr directly."""
+    def __init__(
+        self,
+        target: str,
+        name: str,
+        descriptors: Sequence[int] = (),
+        *,
+        keeps_stderr: bool = False,
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        """`keeps_stderr`: through `LastLines`. Otherwise the worker writes to this process's stderr directly. `environment`:
+        variables that it gets on top of this process's."""
         self._exit: int | None = None
         self.connection, theirs = socket.socketpair()
         self.name = name
@@ -117,7 +126,7 @@ class LocalWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if keeps_stderr else None,
-                env=child_environment(),
+                env={**child_environment(), **environment},
                 process_group=0,
             )
         self.pid = self.process.pid
@@ -169,19 +178,24 @@ class LocalWorker:
 class LocalLauncher:
     """Starts every worker on this machine."""
 
-    def __init__(self, *, is_warm: bool = False) -> None:
-        """`is_warm`: fork workers from the warm process (`rpc.forkserver`), where that is possible. Not for CUDA."""
+    def __init__(
+        self, *, is_warm: bool = False, environment_of: Callable[[str], Mapping[str, str]] = lambda name: {}
+    ) -> None:
+        """`is_warm`: fork workers from the warm process (`rpc.forkserver`), where that is possible. Not for CUDA.
+        `environment_of`: by the name of a worker, variables that it gets: the GPUs that it sees, say."""
         self._is_warm = is_warm
+        self._environment_of = environment_of
 
     def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
         keeps_stderr = kind in ("engine", "learner", "stage")
-        if self._is_warm:
+        environment = self._environment_of(name)
+        if self._is_warm and not environment:
             from millstream.rpc.warm import WARM  # it needs this module
 
             forked = WARM.fork(target, name, descriptors, keeps_stderr=keeps_stderr)
             if forked is not None:
                 return forked
-        return LocalWorker(target, name, descriptors, keeps_stderr=keeps_stderr)
+        return LocalWorker(target, name, descriptors, keeps_stderr=keeps_stderr, environment=environment)
 
 
 def exit_words(code: int) -> str:

@@ -200,7 +200,8 @@ class ActiveRun:
 
     def _emit_sizes(self) -> None:
         sizes, are_kept = self.prepared.sizes, self.prepared.are_sizes_kept
-        device = "cluster" if self.config.runtime == "ray" else str(self.prepared.model.device)
+        device = self.prepared.places.words() or str(self.prepared.model.device)
+        device = "cluster" if self.config.runtime == "ray" else device
         self.log.emit(SizesChosen(at=self.clock.now(), sizes=sizes, device=device, is_kept=are_kept))
         if warning := memory_warning(sizes, are_kept=are_kept):
             self.warn(warning)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -18,14 +19,16 @@ from millstream.clock import Clock
 from millstream.cluster.resources import check_ray_installed
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.host import ENGINE_START_S
+from millstream.engine.processes import EngineSupply, LocalWeights, process_engine
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
-from millstream.rpc.process import Launcher
+from millstream.rpc.process import Launcher, LocalLauncher
 from millstream.run import build
 from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine
+from millstream.run.places import Places
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
 from millstream.store.memory import MemoryStore
@@ -102,18 +105,19 @@ class LocalBackend:
 
     launcher: Launcher | None = None
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, places: Places) -> None:
         self._config = config
+        self._places = places
         self._store: Store | None = None  # one of the user's own
 
     async def open(self, context: BackendContext) -> None:
         self._context = context
-        self._engines = LocalEngines(self._config, context)
+        self._engines = LocalEngines(self._config, context, self._places)
 
     @property
     def is_lone_engine_replaced(self) -> bool:
         config = self._config.engine
-        return config.kind != "torch" or build.has_process(config, self._context.model)
+        return config.is_own or config.kind == "http" or self._engines.are_processes
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return build.has_learner_process(self._config, self._context.model, learner)
@@ -125,7 +129,13 @@ class LocalBackend:
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
     ) -> RunLearner:
         return build.build_learner(
-            self._config, self._context.model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
+            self._config,
+            self._context.model,
+            tokenizer,
+            learner=learner,
+            recipe=recipe,
+            num_steps=num_steps,
+            is_apart=bool(self._places.engines),
         )
 
     def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
@@ -171,30 +181,56 @@ def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, cl
 class LocalEngines:
     """Makes engines of this machine, by name."""
 
-    def __init__(self, config: RunConfig, context: BackendContext) -> None:
+    def __init__(self, config: RunConfig, context: BackendContext, places: Places) -> None:
         self._config = scheduled_engine(config)
         self._context = context
+        self._places = places
+        self._names: list[str] = []  # of all engines, in the order in which they were first made
         self._servers: HttpServers | None = None
+        self._weights: LocalWeights | None = None
+        self._lock = threading.Lock()  # engines are made on any thread
 
     def make(self, name: str) -> Engine:
         config, context = self._config, self._context
+        model, tokenizer, clock, sink = context.model, context.tokenizer, context.clock, context.sink
         if config.kind == "http":
-            self._servers = self._servers or HttpServers(config, context.model, clock=context.clock, sink=context.sink)
+            self._servers = self._servers or HttpServers(config, model, clock=clock, sink=sink)
             return self._servers.engine(name)
-        return build.build_engine(
-            config, context.model, clock=context.clock, sink=context.sink, name=name, tokenizer=context.tokenizer
-        )
+        if config.is_own:
+            return build.own_engine(config, model, clock=clock, sink=sink, name=name)
+        if not self.are_processes:
+            return build.thread_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
+        return process_engine(config, model, tokenizer, self._supply(name), clock=clock, sink=sink, name=name)
+
+    @property
+    def are_processes(self) -> bool:
+        """Engines on GPUs of their own always are."""
+        return bool(self._places.engines) or build.has_process(self._config, self._context.model)
+
+    def _supply(self, name: str) -> EngineSupply:
+        """Raises `EngineError` where there is no GPU for one more engine, `ConfigError` where it cannot run here."""
+        config, model = self._config, self._context.model
+        build.check_engine_here(config, model, is_apart=bool(self._places.engines))
+        with self._lock:
+            self._names += [name] if name not in self._names else []
+            environment = self._places.environment(name, self._names)
+            self._weights = self._weights or LocalWeights(config, model)
+        is_warm = config.kind == "torch" and model.device.type == "cpu"
+        launcher = LocalLauncher(is_warm=is_warm, environment_of=lambda _: environment)
+        return EngineSupply(launcher, self._weights.first, self._weights.publish, model.device.type)
 
     def close(self) -> None:
         """Close what the engines share. Each engine is closed before."""
         if self._servers is not None:
             self._servers.close()
+        if self._weights is not None:
+            self._weights.close()
 
 
-def backend_for(config: RunConfig) -> Backend:
+def backend_for(config: RunConfig, places: Places) -> Backend:
     match config.runtime:
         case "local":
-            return LocalBackend(config)
+            return LocalBackend(config, places)
         case "ray":
             check_ray_installed()
             from millstream.run.ray_backend import RayBackend  # Ray is an extra

@@ -25,9 +25,9 @@ from millstream.engine.http.weight_folder import WeightFolder
 from millstream.engine.native.build import cache_kind
 from millstream.engine.native.check import check_engine
 from millstream.engine.native.engine import TorchEngine
-from millstream.engine.native.host import EngineHost, ThreadHost
-from millstream.engine.native.process import local_process
-from millstream.engine.vllm.engine import build_vllm
+from millstream.engine.native.host import ThreadHost
+from millstream.engine.processes import EngineSupply, LocalWeights, process_engine
+from millstream.engine.vllm.config import check_installed
 from millstream.env import Environment
 from millstream.env.config import SINGLE_TURN
 from millstream.env.registry import Environments, Hosted
@@ -50,11 +50,12 @@ from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, tiny_model
 from millstream.pipeline.pipeline import Algorithm, TokenGroupReward
 from millstream.pipeline.schema import Stage, store_tasks
-from millstream.rpc.process import Launcher, engine_names
+from millstream.rpc.process import Launcher, LocalLauncher, engine_names
 from millstream.run.check_machine import check_engine_device, no_gpu
 from millstream.run.check_prompts import load_checked_tokenizer, tokenizer_of
 from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
-from millstream.run.device import on_cluster
+from millstream.run.device import find_machine, on_cluster
+from millstream.run.places import Gpu, Machine
 from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
 from millstream.run.text import TokenizerText
 from millstream.seeds import derive_seed
@@ -123,6 +124,18 @@ def measure_device(config: RunConfig) -> ModelDevice:
     gc.collect()  # the parts of an earlier run in this process
     torch.cuda.empty_cache()
     return ModelDevice(is_gpu=True, free_bytes=float(torch.cuda.mem_get_info()[0]))
+
+
+def find_machine_here(config: RunConfig) -> Machine | None:
+    """As `device.find_machine`, with what torch sees where the driver's tool is not here. With Ray on this machine alone, GPUs
+    that are not here are missed before it is started."""
+    found = find_machine(config)
+    if found is None:
+        is_here = config.runtime == "ray" and config.resources.address == "local"
+        return Machine(nodes=((),)) if is_here else None
+    num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = found.gpus or tuple(Gpu(name=str(number)) for number in range(num))
+    return Machine(nodes=(gpus[:num] if config.runtime == "local" else gpus,))
 
 
 def measure_shape(model: PreTrainedModel) -> ModelShape | None:
@@ -197,22 +210,31 @@ def build_engine(
     name: str = "engine",
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Engine:
-    """`tokenizer`: for stop strings. Of several servers, each alone; together they are `HttpServers`."""
-    match config.kind:
-        case "torch":
-            return _torch_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
-        case "vllm":
-            return build_vllm(config, model, clock=clock, sink=sink, name=name)
-        case "http":
-            servers = HttpServers(config, model, clock=clock, sink=sink)
-            engine = servers.engine(name)
-            servers.close()
-            return engine
-        case _:
-            return _own_engine(config, model, clock=clock, sink=sink, name=name)
+    """An engine alone, with what it needs. `tokenizer`: for stop strings. Of several servers, each alone; together they are
+    `HttpServers`. Several engines of a run share what they need: `backend.LocalEngines`."""
+    if config.is_own:
+        return own_engine(config, model, clock=clock, sink=sink, name=name)
+    if config.kind == "http":
+        servers = HttpServers(config, model, clock=clock, sink=sink)
+        engine = servers.engine(name)
+        servers.close()
+        return engine
+    if not has_process(config, model):
+        return thread_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
+    check_engine_here(config, model)
+    weights = LocalWeights(config, model)
+    try:
+        launcher = LocalLauncher(is_warm=config.kind == "torch")
+        supply = EngineSupply(launcher, weights.first, weights.publish, model.device.type)
+        return process_engine(
+            config, model, tokenizer, supply, clock=clock, sink=sink, name=name, on_close=weights.close
+        )
+    except BaseException:  # nothing else would remove what is staged
+        weights.close()
+        raise
 
 
-def _own_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str) -> Engine:
+def own_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str) -> Engine:
     """One of the user's own, with a copy of the model."""
     context = EngineContext(
         name=name,
@@ -233,7 +255,14 @@ def _own_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, s
     return engine
 
 
-def _torch_engine(
+def check_engine_here(config: EngineConfig, model: PreTrainedModel, *, is_apart: bool = False) -> None:
+    """Raises `ConfigError` where an engine cannot run on this machine. `is_apart`: it has GPUs of its own."""
+    if config.kind == "vllm":
+        check_installed()
+    check_engine_device(config, is_gpu=model.device.type != "cpu", is_apart=is_apart)
+
+
+def thread_engine(
     config: EngineConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -242,15 +271,11 @@ def _torch_engine(
     sink: EventSink,
     name: str,
 ) -> TorchEngine:
-    """The engine has its own copy of all weights that training changes: only `load` changes it."""
-    check_engine_device(config, is_gpu=model.device.type != "cpu")
-    host: EngineHost
-    if has_process(config, model):
-        host = local_process(model, config, tokenizer, name)
-    else:
-        host = ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer))
+    """Our own engine on a thread of this process, with its own copy of all weights that training changes: only `load` changes
+    it."""
+    check_engine_here(config, model)
     return TorchEngine(
-        host,
+        ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer)),
         slots=config.num_slots,
         max_length=context_length(model),
         clock=clock,
@@ -261,18 +286,18 @@ def _torch_engine(
 
 
 def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
-    """Whether Millstream's own engine runs in a process; by default, where that is faster."""
-    is_faster = model.device.type == "cpu" and num_cores() > 1
+    """Whether an engine runs in a process: vLLM always does, our own by default where that is faster."""
+    is_faster = config.kind == "vllm" or (model.device.type == "cpu" and num_cores() > 1)
     return is_faster if config.process is None else config.process
 
 
 def has_learner_process(config: RunConfig, model: PreTrainedModel, learner: LearnerConfig) -> bool:
-    """Whether the learner is one or more processes. A single rank is one where the engine is: both need the interpreter after
-    every small operation, and so does the event loop. Not with a loss or a schedule that no other process can import, and not
-    with a learner of the user's own."""
+    """Whether the learner is one or more processes. A single rank is one where the engine is, on a CPU: both need the
+    interpreter after every small operation, and so does the event loop. Not with a loss or a schedule that no other process can
+    import, and not with a learner of the user's own."""
     engine, is_only_here = config.engine, any(map(imports.is_only_here, (config.algorithm.loss, learner.schedule)))
-    is_faster = engine.kind == "torch" and has_process(engine, model) and not is_only_here
-    return not learner.is_own and (learner.ranks > 1 or is_faster)
+    is_small = engine.kind == "torch" and model.device.type == "cpu" and has_process(engine, model)
+    return not learner.is_own and (learner.ranks > 1 or (is_small and not is_only_here))
 
 
 class HttpServers:
@@ -318,7 +343,9 @@ def build_learner(
     learner: LearnerConfig,
     recipe: Recipe,
     num_steps: int | None,
+    is_apart: bool = False,
 ) -> RunLearner:
+    """`is_apart`: engines have GPUs of their own."""
     temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
     if learner.is_own:
         context = LearnerContext(
@@ -339,11 +366,9 @@ def build_learner(
             num_steps=num_steps,
             tokenizer=tokenizer,
             is_proximal_given=is_proximal_given,
-            gpu_share=1.0 if recipe.algorithm is None else gpu_share(config, learner),
+            gpu_share=1.0 if recipe.algorithm is None else gpu_share(config, learner, is_apart=is_apart),
             is_fixed=config.pipeline.is_in_lockstep,
         )
-    if model.device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
-        raise ConfigError(f"learner.ranks = {learner.ranks}, and torch sees {found} GPUs: set learner.ranks = {found}")
     source = ObjectiveSource(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe))
     return FsdpLearner(
         model,
@@ -370,11 +395,11 @@ def _own_learner(context: LearnerContext) -> RunLearner:
     return learner
 
 
-def gpu_share(config: RunConfig, learner: LearnerConfig) -> float:
-    """The share of the GPU's multiprocessors for reinforcement learning, with an engine in the same process."""
+def gpu_share(config: RunConfig, learner: LearnerConfig, *, is_apart: bool = False) -> float:
+    """The share of the GPU's multiprocessors for reinforcement learning. `is_apart`: engines have GPUs of their own."""
     if learner.gpu_share is not None:
         return learner.gpu_share
-    if config.engine.kind != "torch":
+    if config.engine.kind != "torch" or is_apart:
         return 1.0
     return training_share(config.pipeline.most_groups * config.rollout.group_size, config.pipeline.max_lag)
 

@@ -193,7 +193,9 @@ def as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> Run
     sizes = next((event.sizes for event in events if isinstance(event, SizesChosen)), None)
     if sizes is not None:
         learner = structs.replace(config.learner, micro_batch_tokens=sizes.micro_batch_tokens)
-        config = structs.replace(config, engine=structs.replace(config.engine, slots=sizes.slots), learner=learner)
+        replicas = sizes.replicas or config.engine.replicas
+        engine = structs.replace(config.engine, slots=sizes.slots, replicas=replicas)
+        config = structs.replace(config, engine=engine, learner=learner)
     return structs.replace(config, pipeline=structs.replace(config.pipeline, steps=num_steps))
 
 

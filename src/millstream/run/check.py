@@ -12,10 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import structs
+
 from millstream.algo import advantage_of, check_algorithm, needs_critic, reads_proximal
-from millstream.cluster.resources import ResourcesConfig, placement_lines, placement_of
+from millstream.cluster.resources import ResourcesConfig, placement_lines
 from millstream.config import to_toml
-from millstream.engine.vllm.config import check_installed
+from millstream.engine.vllm.config import VllmConfig, check_args, check_installed, is_installed
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, check_environments
 from millstream.env.data import DataSet, PassedData, check_hub_data, read
 from millstream.env.registry import check_tasks, single_turn_tasks
@@ -30,8 +32,10 @@ from millstream.paths import writable_parent
 from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations, of_evaluation
 from millstream.run.check_machine import PlayedTasks, check_answers, checked_disk, checked_machine, checked_room
 from millstream.run.config import RunConfig, server_token, weight_ways
+from millstream.run.device import find_shape, heads_of
 from millstream.run.folder import check_free
 from millstream.run.own_parts import check_own_parts, checked_own_parts
+from millstream.run.places import Machine, check_fits, check_heads, place, placed_bundles
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
 
@@ -55,10 +59,11 @@ def check_config(
     data_passed: PassedData | None = None,
     is_start: bool = False,
     is_new: bool = True,
+    machine: Machine | None = None,
 ) -> CheckedConfig:
     """Walk the whole config. Raises the first error, with the other ones as notes. `reward`: functions that were passed from
     Python, of which the config only has the names; `data_passed`: records that the config does not name. `is_start`: a run
-    follows (see `env.rewards.trial`). `is_new`: it has no folder yet."""
+    follows (see `env.rewards.trial`). `is_new`: it has no folder yet. `machine`: its GPUs; None: they are not known."""
     check_combinations(config)
     findings, errors, kinds, data = list[str](), list[MillstreamError](), list[EnvironmentKind](), None
     played = list[PlayedTasks]()
@@ -76,9 +81,9 @@ def check_config(
         _checked_sandboxes,
         checked_own_parts,
         _checked_models,
-        _checked_engine,
-        _checked_resources,
-        checked_machine,
+        partial(_checked_engine, machine),
+        partial(_checked_places, machine),
+        partial(checked_machine, machine),
         _checked_recorded,
         _checked_watching,
         partial(checked_evaluations, data, played, is_start),
@@ -221,9 +226,9 @@ def _check_engine(config: RunConfig) -> None:
             f"engine.speculation = {config.engine.speculation} with pipeline.max_lag = 0: drafts would make what is decoded "
             "together depend on time. Leave engine.speculation out, or set pipeline.lockstep = false"
         )
-    if config.rollout.stop and config.engine.kind != "torch":
+    if config.rollout.stop and not config.engine.takes_stops:
         raise ConfigError(
-            f'rollout.stop with engine.kind = "{config.engine.kind}": stop strings are looked for by our own engine. Leave '
+            'rollout.stop with engine.kind = "http": stop strings are looked for by our own engine and by vLLM. Leave '
             'rollout.stop out, or set engine.kind = "torch"'
         )
     if http is None:
@@ -246,17 +251,19 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_resources(config: RunConfig) -> None:
     if config.runtime == "local":
-        if config.resources != ResourcesConfig():
+        if structs.replace(config.resources, gpus=None) != ResourcesConfig():
             raise ConfigError(
-                'a [resources] table, and runtime = "local": set runtime = "ray", or leave the table out (--set resources=)'
+                'a [resources] table with other keys than gpus, and runtime = "local": set runtime = "ray", or leave the table '
+                "out (--set resources=)"
             )
         return
-    placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
-    weight_ways(config, is_one_node=config.resources.address == "local")
-    if config.engine.kind == "vllm":
+    placed, _ = place(config, None)
+    placed_bundles(placed)
+    weight_ways(placed, is_one_node=config.resources.address == "local")
+    if (config.engine.vllm or VllmConfig()).weights == "file":
         raise ConfigError(
-            'engine.kind = "vllm" with runtime = "ray": start vLLM\'s servers yourself and set engine.kind = "http", or set '
-            'engine.kind = "torch"'
+            'engine.vllm.weights = "file" with runtime = "ray": resources.weights says how weights reach engines there. Leave '
+            "engine.vllm.weights out"
         )
     if config.engine.process is not None:
         raise ConfigError(
@@ -409,10 +416,13 @@ def _checked_models(config: RunConfig) -> Iterator[str]:
         yield f"checked: {path} is a checkpoint's folder with whole weights and a tokenizer"
 
 
-def _checked_engine(config: RunConfig) -> Iterator[str]:
-    """Servers need not be up yet."""
-    if config.engine.kind == "vllm":
+def _checked_engine(machine: Machine | None, config: RunConfig) -> Iterator[str]:
+    """Servers need not be up yet, and vLLM need not be installed where a config is checked for another machine."""
+    if config.engine.kind == "vllm" and machine is not None and machine.is_described and not is_installed():
+        yield "not checked: vLLM, which is not installed here"
+    elif config.engine.kind == "vllm":
         check_installed()
+        check_args(config.engine.vllm or VllmConfig())
         yield "checked: vLLM is installed"
     http = config.engine.http
     if http is None:
@@ -449,19 +459,24 @@ def _checked_run_dir(config: RunConfig) -> Iterator[str]:
     yield from checked_disk(config, place)
 
 
-def _checked_resources(config: RunConfig) -> Iterator[str]:
+def _checked_places(machine: Machine | None, config: RunConfig) -> Iterator[str]:
     """Neither Ray nor a GPU need be here: a config is often written on another machine than it runs on."""
+    check_heads(config.engine, heads_of(config))
+    placed, places = place(config, machine)
+    if machine is not None:
+        check_fits(placed, machine, find_shape(config))
     if config.runtime != "ray":
+        yield from [f"checked: {places.words()}"] if places.words() else []
         return
     lines = placement_lines(
-        config.resources,
-        replicas=config.engine.replicas,
+        placed.resources,
+        replicas=placed.engine.num_replicas,
         ranks=config.learner.ranks,
         has_proximal=config.proximal is not None,
     )
     yield from (f"checked: {line}" for line in lines)
     if find_spec("ray") is None:
         yield "not checked: Ray, which is not installed here"
-    if config.resources.address != "local":
+    if config.resources.address != "local" and machine is None:
         patience = config.resources.patience_s
         yield f"not checked: whether the cluster has that; the run waits {patience:g} s for it"

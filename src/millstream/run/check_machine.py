@@ -22,6 +22,7 @@ from millstream.model.locate import rope_limit_of
 from millstream.paths import writable_parent
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, find_shape, has_gpu_device, read_model_config
+from millstream.run.places import Machine, Places, place
 from millstream.run.sizes import BYTES, choose_dtype
 from millstream.types import Task
 
@@ -136,16 +137,17 @@ def _has_no_end_token(config: RunConfig) -> bool:
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
-def checked_machine(config: RunConfig) -> Iterator[str]:
+def checked_machine(machine: Machine | None, config: RunConfig) -> Iterator[str]:
     """Devices that the config asks for, and the temporary folder, where the control socket is."""
     if config.runtime == "local":
-        device = find_device(config)
-        check_engine_device(config.engine, is_gpu=device.is_gpu)
+        device, places = find_device(config, machine), Places() if machine is None else place(config, machine)[1]
+        check_engine_device(config.engine, is_gpu=device.is_gpu, is_apart=bool(places.engines))
         names: list[tuple[str, str]] = [("model", config.model.device)]
         tables = (("reference", config.reference), ("critic", config.critic), ("proximal", config.proximal))
         names += [(key, table.device or "cpu") for key, table in tables if table is not None]
         for key, name in names:
-            if name.startswith("cuda") and not has_gpu_device():
+            is_there = bool(machine.gpus) if machine is not None and machine.is_described else has_gpu_device()
+            if name.startswith("cuda") and not is_there:
                 raise ConfigError(no_gpu(key, name))
     writable_parent(Path(tempfile.gettempdir()), "TMPDIR")
     yield from ()
@@ -155,8 +157,9 @@ def no_gpu(key: str, device: str) -> str:
     return f'{key}.device = "{device}", and torch sees no GPU here: set {key}.device = "cpu"'
 
 
-def check_engine_device(engine: EngineConfig, *, is_gpu: bool) -> None:
-    """Raises `ConfigError` for keys of our own engine that need another device than the model has."""
+def check_engine_device(engine: EngineConfig, *, is_gpu: bool, is_apart: bool = False) -> None:
+    """Raises `ConfigError` for keys of our own engine that need another device than the model has. `is_apart`: engines have
+    GPUs of their own."""
     if engine.kind != "torch":
         return
     if not is_gpu and engine.cache is None and engine.pool_gb is not None:
@@ -169,8 +172,10 @@ def check_engine_device(engine: EngineConfig, *, is_gpu: bool) -> None:
             f"engine.speculation = {engine.speculation}, and on a CPU every request has a slot: set engine.cache = "
             '"pages", or leave speculation out'
         )
-    if is_gpu and engine.process:
-        raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
+    if is_gpu and engine.process and not is_apart:
+        raise ConfigError(
+            "engine.process = true works on a CPU, or where engines have GPUs of their own: leave it out on one GPU"
+        )
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from millstream.events import Sizes
 from millstream.run.config import RunConfig
+from millstream.run.places import VISIBLE, Gpu, Machine, Places
 from millstream.run.sizes import (
     CPU,
     Memory,
@@ -31,9 +33,9 @@ QUERY_S = 10.0
 PROCESS_BYTES = 0.6e9  # of the interpreter with its libraries
 
 
-def estimated_lines(config: RunConfig) -> list[str]:
+def estimated_lines(config: RunConfig, places: Places, machine: Machine | None) -> list[str]:
     """What a run on this machine would choose, in words."""
-    device, shape = find_device(config), find_shape(config)
+    device, shape = with_places(find_device(config, machine), places), find_shape(config)
     where = "on a GPU" if device.is_gpu else "on a CPU"
     if device.is_gpu and shape is None:
         return [f"not estimated: sizes {where}, since the model's config.json is not here, or has other names"]
@@ -48,7 +50,7 @@ def _memory_line(config: RunConfig, sizes: Sizes, shape: ModelShape) -> list[str
     """Of a run on a CPU: what it needs, and what is available."""
     memory = Memory(config, shape, dtype=choose_dtype(config, CPU), is_compiled=False)
     needed = memory.fixed + memory.pass_bytes(sizes.micro_batch_tokens)
-    needed = (needed + config.engine.replicas * memory.cache_for(sizes.slots) + PROCESS_BYTES) / 1e9
+    needed = (needed + config.engine.num_replicas * memory.cache_for(sizes.slots) + PROCESS_BYTES) / 1e9
     free = available_memory()
     if free is None:
         return [f"estimated: about {needed:.1f} GB of memory"]
@@ -83,31 +85,49 @@ def sizes_in_words(sizes: Sizes) -> str:
 
 def on_cluster(config: RunConfig) -> ModelDevice:
     """The memory of a cluster's GPUs is not known before its processes run."""
-    return ModelDevice(is_gpu=config.resources.learner_gpus > 0)
+    return ModelDevice(is_gpu=bool(config.resources.learner_gpus or config.resources.gpus))
 
 
-def find_device(config: RunConfig) -> ModelDevice:
+def with_places(device: ModelDevice, places: Places) -> ModelDevice:
+    """Where engines have GPUs of their own: the memory of the smallest share of one."""
+    used = [gpus[0] for gpus in places.engines if gpus[0].free_bytes is not None]
+    if not used or device.free_bytes is None:
+        return device
+    shares = [(gpu.free_bytes or 0.0) / used.count(gpu) for gpu in used]
+    return structs.replace(device, engine_bytes=min(shares))
+
+
+def find_device(config: RunConfig, machine: Machine | None = None) -> ModelDevice:
     if config.runtime == "ray":
         return on_cluster(config)
-    free = None if config.model.device == "cpu" else _free_by_driver()
-    if free is None:
+    gpus = () if config.model.device == "cpu" else visible_gpus() if machine is None else machine.gpus
+    if not gpus:
         return ModelDevice(is_gpu=True) if config.model.device == "cuda" else CPU
-    return ModelDevice(is_gpu=True, free_bytes=free)
+    return ModelDevice(is_gpu=True, free_bytes=gpus[0].free_bytes)
 
 
-def _free_by_driver() -> float | None:
-    """Of the first GPU that this process may use, as the driver's tool says. None: there is none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def find_machine(config: RunConfig) -> Machine | None:
+    """The GPUs of this machine. None: the run is for another one, or for a cluster that is not this machine."""
+    gpus = visible_gpus()
+    is_elsewhere = config.runtime == "ray" and (config.resources.address != "local" or not gpus)
+    return None if is_elsewhere else Machine(nodes=(gpus,))
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """That this process may use, as the driver's tool says."""
+    visible = os.environ.get(VISIBLE)
     if shutil.which("nvidia-smi") is None or visible in ("", "-1"):
-        return None
-    which = [] if visible is None else [f"--id={visible.split(',')[0]}"]
+        return ()
     try:
+        which = [] if visible is None else [f"--id={visible}"]
         asked = subprocess.run(
             ["nvidia-smi", *QUERY, *which], capture_output=True, text=True, timeout=QUERY_S, check=True
         )
-        return float(asked.stdout.splitlines()[0]) * MEBIBYTE
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+        free = [float(line) * MEBIBYTE for line in asked.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return () if visible is None else tuple(Gpu(name=name) for name in visible.split(","))
+    names = map(str, range(len(free))) if visible is None else visible.split(",")
+    return tuple(Gpu(name=name, free_bytes=found) for name, found in zip(names, free, strict=False))
 
 
 def has_gpu_device() -> bool:
@@ -123,6 +143,13 @@ def find_shape(config: RunConfig) -> ModelShape | None:
         return tiny_shape(config.model.tiny)
     found = read_model_config(config)
     return None if found is None else shape_from(found)
+
+
+def heads_of(config: RunConfig) -> dict[str, Any]:
+    """What a model's `config.json` says of its attention heads; empty: nothing, or it is not here."""
+    if config.model.tiny is not None:
+        return {"num_attention_heads": config.model.tiny.heads}
+    return read_model_config(config) or {}
 
 
 def read_model_config(config: RunConfig) -> dict[str, Any] | None:

@@ -13,17 +13,26 @@ from millstream.run.check import check_config
 from millstream.run.check_evaluation import of_evaluation
 from millstream.run.check_machine import needs_tokenizer
 from millstream.run.config import RunConfig
-from millstream.run.device import estimated_lines
+from millstream.run.device import estimated_lines, find_machine
 from millstream.run.folder import RunFolder
+from millstream.run.places import Machine, place
 
 
-def find_all(config: RunConfig, *, resume: Path | None = None, from_run: str | None = None) -> list[str]:
+def find_all(
+    config: RunConfig,
+    *,
+    resume: Path | None = None,
+    from_run: str | None = None,
+    machine: Machine | None = None,
+) -> list[str]:
     """What was checked, what was not, and what to be warned of: a line each, warnings last. Raises what a start would.
-    `resume`: the run that is continued. `from_run`: RUN or RUN@STEP, whose checkpoint a new run begins with."""
+    `resume`: the run that is continued. `from_run`: RUN or RUN@STEP, whose checkpoint a new run begins with. `machine`: where
+    it would run; None: here."""
+    machine = find_machine(config) if machine is None else machine
     if resume is not None:
         RunFolder.of_run(resume).check_resumable(config)
     findings = [] if from_run is None else _checked_branch(config, from_run)
-    checked = check_config(config, is_new=resume is None)
+    checked = check_config(config, is_new=resume is None, machine=machine)
     findings += [*checked.findings, *_checked_tokenizers(config)]
     for played in checked.played:
         if needs_tokenizer(config, played):
@@ -33,7 +42,7 @@ def find_all(config: RunConfig, *, resume: Path | None = None, from_run: str | N
                 findings += checked_with_tokenizer(config, played)
     if resume is not None:
         findings += _checked_resume_point(config, RunFolder(resume), checked.data)
-    findings += estimated_lines(config)
+    findings += estimated_lines(*place(config, machine), machine)
     return sorted(findings, key=lambda line: line.startswith("not checked") + 2 * line.startswith("warning"))
 
 

@@ -282,7 +282,7 @@ def evaluate(config: RunConfig, *, reward: PassedRewards | None = None, data: Pa
         traces=TracesConfig(),
         alerts=AlertsConfig(),
     )
-    prepared = prepare_run(here, reward, data_passed=data)
+    prepared = prepare_run(here, reward, data_passed=data, is_alone=True)
     if not prepared.evaluations:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:

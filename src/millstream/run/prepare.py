@@ -21,6 +21,8 @@ from millstream.run.check import check_config
 from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
+from millstream.run.device import with_places
+from millstream.run.places import Places, check_heads, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
 from millstream.run.sizes import choose_dtype, choose_sizes, with_sizes
 from millstream.run.text import TokenizerText
@@ -35,6 +37,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     written: RunConfig
     """As it is in the run folder: without."""
     sizes: Sizes
+    places: Places
     are_sizes_kept: bool
     """Whether they are those of the run's start."""
     backend: Backend
@@ -78,37 +81,43 @@ def prepare_run(
     recorded: Sizes | None = None,
     start: Path | None = None,
     is_new: bool = False,
+    is_alone: bool = False,
 ) -> Prepared:
     """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model.
     `data_passed`: records in place of those that a config names. `recorded`: the sizes that a resumed run keeps. `start`: the
-    checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run."""
+    checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run. `is_alone`: nothing is trained,
+    and the only engine is where the model is."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
     if data_passed is not None:
         config = structs.replace(config, data=structs.replace(config.data, passed=True))
-    checked = check_config(config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new)
+    written, machine = config, None if is_alone else build.find_machine_here(config)
+    checked = check_config(
+        config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new, machine=machine
+    )
     set_up_cpu()
     assert checked.data is not None, "a start reads every data set"
     data = checked.data
-    written, device = config, build.measure_device(config)
-    config = config if recorded is None else with_sizes(config, recorded)
+    config, places = place(config if recorded is None else with_sizes(config, recorded), machine)
+    device = with_places(build.measure_device(config), places)
     driver_model = structs.replace(config.model, dtype=choose_dtype(config, device))
     if config.runtime == "ray":
         driver_model = structs.replace(driver_model, device="cpu")
     model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
     if start is not None:
         load_start(model, start)
+    check_heads(config.engine, model.config.to_dict())
     sizes = choose_sizes(config, device, build.measure_shape(model))
     config = with_sizes(config, sizes)
     if config.runtime == "local":
-        check_engine_device(config.engine, is_gpu=device.is_gpu)
-    backend = backend_for(config)
+        check_engine_device(config.engine, is_gpu=device.is_gpu, is_apart=bool(places.engines))
+    backend = backend_for(config, places)
     build.check_passes(config, model)
     text = TokenizerText(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     ends = build.end_tokens(model, tokenizer)
     environment = build.build_environment(
-        checked.kinds, text, rewards, backend.launcher, ends=ends, takes_stops=config.engine.kind == "torch"
+        checked.kinds, text, rewards, backend.launcher, ends=ends, takes_stops=config.engine.takes_stops
     )
     check_scorer_models(config, tokenizer)
     played = PlayedTasks(checked.kinds, data, config.rollout.max_tokens)
@@ -117,6 +126,7 @@ def prepare_run(
         config=config,
         written=written,
         sizes=sizes,
+        places=places,
         are_sizes_kept=recorded is not None,
         backend=backend,
         data=data,

@@ -50,7 +50,7 @@ def _environment(one: EvaluationConfig, prepared: Prepared) -> Environments:
     kinds, launcher = kinds_of(one, prepared.config), prepared.backend.launcher
     ends = build.end_tokens(prepared.model, prepared.tokenizer)
     return build.build_environment(
-        kinds, prepared.text, rewards, launcher, ends=ends, takes_stops=prepared.config.engine.kind == "torch"
+        kinds, prepared.text, rewards, launcher, ends=ends, takes_stops=prepared.config.engine.takes_stops
     )
 
 

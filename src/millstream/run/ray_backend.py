@@ -3,7 +3,7 @@ places.
 
     driver          the pipeline: admission, router, settling, checkpoints, events
     coordinator     the store's index (`cluster.store`), on the driver's node; payloads in shared memory on every node
-    engine-0 ...    `engine.native.process`, each with its place in the run's placement group
+    engine-0 ...    `engine.native.process` or `engine.vllm.worker`, each with its place in the run's placement group
     rank 0 ...      `learner.rank_worker`, likewise; rank 0 publishes weights to engines (`weights.transfer`)
     reference ...   `learner.scorer_worker`: a reference, a critic, a proximal policy, where there is room
     others          environments and rewards that run in processes, where there is room
@@ -29,18 +29,16 @@ from transformers import PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.cluster.driver import Cluster, RayWorker
-from millstream.cluster.resources import Placement, placement_of
+from millstream.cluster.resources import Placement
 from millstream.cluster.store import RayStore
 from millstream.engine import Engine
-from millstream.engine.native.engine import TorchEngine
-from millstream.engine.native.host import ProcessHost
-from millstream.engine.native.process import ENGINE_WORKER, engine_setup
+from millstream.engine.processes import EngineSupply, process_engine
 from millstream.errors import ClusterError
 from millstream.events import WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import ClusterRanks, FsdpLearner
 from millstream.learner.messages import ObjectiveSource
-from millstream.model.load import context_length, model_weights
+from millstream.model.load import model_weights
 from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
@@ -48,6 +46,7 @@ from millstream.run import build
 from millstream.run.backend import BackendContext, LocalEngines
 from millstream.run.build_scorers import DurableCritic, Scorers, build_remote_scorers
 from millstream.run.config import RunConfig, scheduled_engine, weight_ways
+from millstream.run.places import Places, placed_bundles
 from millstream.run.replay import ReplayedLearner
 from millstream.store import Store
 from millstream.store.client import StoreClient
@@ -70,7 +69,7 @@ class RayBackend:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._engines: LocalEngines | None = None
+        self._servers: LocalEngines | None = None  # engines that others have started
         self._resources = config.resources
         self.launcher: Launcher | None = self
         self._cluster: Cluster | None = None
@@ -103,11 +102,10 @@ class RayBackend:
 
     async def open(self, context: BackendContext) -> None:
         self._context = context
-        self._engines = LocalEngines(self._config, context)
+        self._servers = LocalEngines(self._config, context, Places())
         self._model = context.model
         self._files = str((context.folder / "weights").absolute())
-        config = self._config
-        placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
+        placement = placed_bundles(self._config)
         self._opened.clear()
         await self._thread.call(lambda: self._open_cluster(placement))
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
@@ -137,32 +135,20 @@ class RayBackend:
 
     @property
     def is_lone_engine_replaced(self) -> bool:
-        return self._config.engine.kind in ("torch", "http")
+        return True
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return True
 
     def make_engine(self, name: str) -> Engine:
         config, context = scheduled_engine(self._config), self._context
-        if config.kind != "torch":
-            assert self._engines is not None
-            return self._engines.make(name)
+        if config.kind == "http":
+            assert self._servers is not None
+            return self._servers.make(name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
-        host = ProcessHost(
-            lambda: self.launch("engine", ENGINE_WORKER, name=name),
-            engine_setup(self._model, config, context.tokenizer, device=device, first=self._first),
-            self._publish,
-            name=name,
-            answer_s=config.answer_s,
-        )
-        return TorchEngine(
-            host,
-            slots=config.num_slots,
-            max_length=context_length(self._model),
-            clock=context.clock,
-            sink=context.sink,
-            answer_s=config.answer_s,
-            name=name,
+        supply = EngineSupply(self, lambda: self._first, self._publish, device)
+        return process_engine(
+            config, self._model, context.tokenizer, supply, clock=context.clock, sink=context.sink, name=name
         )
 
     def _publish(self, version: int, weights: Weights) -> WeightsRef:
@@ -228,8 +214,8 @@ class RayBackend:
         async with AsyncExitStack() as closing:
             if self._files:
                 closing.callback(shutil.rmtree, self._files, ignore_errors=True)
-            if self._engines is not None:
-                closing.push_async_callback(asyncio.to_thread, self._engines.close)
+            if self._servers is not None:
+                closing.push_async_callback(asyncio.to_thread, self._servers.close)
             closing.callback(self._thread.let_go)
             if self._cluster is not None:
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)

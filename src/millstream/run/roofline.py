@@ -73,20 +73,20 @@ def gpu_table() -> GpuTable:
     return load(Path(__file__).with_name("gpus.toml"), GpuTable)
 
 
-def parse_gpus(text: str) -> Gpus:
+def parse_gpus(text: str, option: str = "--gpus") -> Gpus:
     """`8xH200`, or `H200` for one. Raises `ConfigError` for an unknown kind, with those that are known."""
     table = gpu_table().gpu
     found = GPUS.fullmatch(text.strip())
     number = int(found["number"] or 1) if found else 0
     if found is None or not number:
-        raise ConfigError(f"--gpus {text}: expected a number and a kind, such as --gpus 8xH200")
+        raise ConfigError(f"{option} {text}: expected a number and a kind, such as {option} 8xH200")
     names = {_plain(name): name for name in table}
     asked = _plain(found["kind"])
     if (name := names.get(asked)) is None:
         near = [one for plain, one in names.items() if plain.startswith(asked) or asked.startswith(plain)]
         known = f"Known kinds: {', '.join(table)}. Of another one, type the nearest, with --costs of a run on yours"
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(f"--gpus {text}: no GPU {found['kind']!r} is known.{meant} {known}")
+        raise ConfigError(f"{option} {text}: no GPU {found['kind']!r} is known.{meant} {known}")
     return Gpus(name=name, kind=table[name], number=number)
 
 

@@ -37,6 +37,7 @@ from millstream.run.config import RunConfig, critic_of, reference_of, with_absol
 from millstream.run.folder import FINISHED, RunFolder, RunResult, check_free, result_of
 from millstream.run.garbage import seldom_collected
 from millstream.run.log import run_started
+from millstream.run.places import place
 from millstream.seeds import derive_seed
 from millstream.serving.fleet import Fleet
 from millstream.sim.config import CostsFile, SimConfig, SimDraws, SimFailuresConfig
@@ -76,7 +77,7 @@ def costs_of(config: RunConfig, costs: Path | None = None) -> SimConfig:
 def simulate(config: RunConfig, sim: SimConfig, *, out: Path | None = None) -> Simulated:
     """Run the config with these costs. `out`: a new run folder, with config, events, metrics, summary and trace. Raises
     `ConfigError` for a config that cannot be simulated, and what ends a real run."""
-    config = structs.replace(config, sim=sim, run_dir=None)
+    config = place(structs.replace(config, sim=sim, run_dir=None), None)[0]
     draws = sim.read_draws()
     _check(config, sim, draws)
     memory = MemorySink()

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from msgspec import Struct, structs
 
 from millstream.engine import EngineConfig
-from millstream.engine.vllm.config import VllmConfig
+from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.env.config import SINGLE_TURN
 from millstream.events import Sizes
 from millstream.run.config import RunConfig, TinyConfig, critic_of, reference_of
@@ -52,10 +52,12 @@ COMPILE_S = 60.0
 
 
 class ModelDevice(Struct, frozen=True, kw_only=True):
-    """Where a run's model is. `free_bytes`: before the run has anything there; None: not known before it runs (a cluster)."""
+    """Where a run's model is. `free_bytes`: before the run has anything there; None: not known before it runs (a cluster).
+    `engine_bytes`: of a GPU that engines have to themselves, for one of them; None: engines are where the model is."""
 
     is_gpu: bool
     free_bytes: float | None = None
+    engine_bytes: float | None = None
 
 
 CPU = ModelDevice(is_gpu=False)
@@ -147,17 +149,49 @@ def choose_sizes(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
         cache_gb=engine.pool_gb,
         micro_batch_tokens=learner.pass_tokens,
         is_compiled=is_compiled,
+        replicas=engine.num_replicas,
     )
     if not device.is_gpu or device.free_bytes is None or shape is None:
         return plain
     memory = Memory(config, shape, dtype=dtype, is_compiled=is_compiled)
+    if device.engine_bytes is not None:
+        return _fitted_apart(config, memory, plain, device.free_bytes, device.engine_bytes)
     return _fitted(config, memory, plain, device.free_bytes)
+
+
+def _fitted_apart(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float, engine_bytes: float) -> Sizes:
+    """The learner has its GPU to itself, and so has each engine, or its share of one."""
+    engine, tokens, gigabytes, slots = config.engine, plain.micro_batch_tokens, plain.cache_gb, plain.slots
+    if config.learner.micro_batch_tokens == "auto":
+        tokens = memory.largest_pass(USABLE * free_bytes - memory.learner)
+    if engine.kind == "torch" and engine.cache != "slots" and gigabytes is None:
+        left = USABLE * engine_bytes - memory.whole - memory.decoding(slots)
+        gigabytes = max(_round_down(min(memory.cache_for(slots), left) / 1e9), _least_cache(memory))
+        slots = _slots_for(gigabytes, memory, slots) if engine.slots == "auto" else slots
+    needed = memory.learner + memory.pass_bytes(tokens)
+    return structs.replace(
+        plain,
+        slots=slots,
+        cache_gb=gigabytes,
+        micro_batch_tokens=tokens,
+        needed_gb=round(needed / 1e9, 2),
+        free_gb=round(free_bytes / 1e9, 2),
+    )
+
+
+def _least_cache(memory: Memory) -> float:
+    return _round_down(memory.cache_for(1) / 1e9) + 0.01
+
+
+def _slots_for(gigabytes: float, memory: Memory, most: int) -> int:
+    usual = int(gigabytes * 1e9 / memory.token_bytes / max(1.0, RUNNING_SHARE * memory.longest))
+    return min(most, max(MIN_SLOTS, usual))
 
 
 def _fitted(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float) -> Sizes:
     engine, tokens = config.engine, plain.micro_batch_tokens
     has_pages = engine.kind == "torch" and engine.cache != "slots"
-    replicas = engine.replicas if engine.kind == "torch" else 0
+    replicas = engine.num_replicas if engine.kind == "torch" else 0
     others = memory.fixed + _taken_by_vllm(config.engine, free_bytes)
     room = max(0.0, USABLE * free_bytes - others - replicas * memory.decoding(plain.slots))
     wanted = replicas * (memory.cache_for(plain.slots) if engine.pool_gb is None else engine.pool_gb * 1e9)
@@ -166,10 +200,9 @@ def _fitted(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float) 
     gigabytes, slots = engine.pool_gb, plain.slots
     if has_pages and gigabytes is None:
         left = min(wanted, max(0.0, room - memory.pass_bytes(tokens))) / replicas
-        gigabytes = max(_round_down(left / 1e9), _round_down(memory.cache_for(1) / 1e9) + 0.01)
+        gigabytes = max(_round_down(left / 1e9), _least_cache(memory))
     if engine.slots == "auto" and has_pages and gigabytes is not None:
-        usual = int(gigabytes * 1e9 / memory.token_bytes / max(1.0, RUNNING_SHARE * memory.longest))
-        slots = min(slots, max(MIN_SLOTS, usual))
+        slots = _slots_for(gigabytes, memory, slots)
     cached = replicas * (memory.cache_for(slots) if gigabytes is None else gigabytes * 1e9)
     return structs.replace(
         plain,
@@ -183,7 +216,8 @@ def _fitted(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float) 
 
 def _taken_by_vllm(engine: EngineConfig, free_bytes: float) -> float:
     """Its share, for weights and cache together."""
-    return engine.replicas * (engine.vllm or VllmConfig()).memory * free_bytes if engine.kind == "vllm" else 0.0
+    share = (engine.vllm or VllmConfig()).memory or SHARED_MEMORY
+    return engine.num_replicas * share * free_bytes if engine.kind == "vllm" else 0.0
 
 
 def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
@@ -194,10 +228,13 @@ def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
     cache_gb = sizes.cache_gb if engine.pool_gb is None else engine.pool_gb
     tokens = sizes.micro_batch_tokens if learner.micro_batch_tokens == "auto" else learner.micro_batch_tokens
     is_compiled = sizes.is_compiled if learner.compile == "auto" else learner.compile
+    replicas = sizes.replicas or "auto" if engine.replicas == "auto" and engine.kind != "http" else engine.replicas
     return structs.replace(
         config,
         model=structs.replace(model, dtype=dtype),
-        engine=structs.replace(engine, slots=slots, cache_gb="auto" if cache_gb is None else cache_gb),
+        engine=structs.replace(
+            engine, slots=slots, cache_gb="auto" if cache_gb is None else cache_gb, replicas=replicas
+        ),
         learner=structs.replace(learner, micro_batch_tokens=tokens, compile=is_compiled),
     )
 
@@ -261,8 +298,9 @@ class Memory:
         self.longest = longest_rollout(config, shape.context)
         self.token_bytes = 2 * shape.keys * shape.layers * self._bytes
         self.engine = self._bytes * shape.trained if config.engine.kind == "torch" else 0.0  # weights of one
+        self.whole = self._bytes * shape.parameters  # weights of one on a GPU of its own
         self.learner = self._learner(config)
-        self.fixed = self.learner + config.engine.replicas * self.engine
+        self.fixed = self.learner + config.engine.num_replicas * self.engine
 
     def _learner(self, config: RunConfig) -> float:
         """With the scorers that are on its GPU: all that does not depend on a size. Adapters share the weights that they stand
@@ -295,6 +333,13 @@ class Memory:
         layer, ends = shape.parameters / shape.layers, 2 * shape.words * shape.hidden
         own = 16 * shape.trained + self._bytes * (shape.parameters - shape.trained)
         return own / ranks + self._bytes * (2 * layer + ends) + 4 * layer
+
+    def least(self, ranks: int) -> float:
+        """On each GPU of the learner, whatever the sizes are: weights, gradients and the optimizer's state."""
+        shape = self._shape
+        if ranks > 1:
+            return self.sharded(ranks) + self._bytes * (shape.parameters - shape.trained) / ranks
+        return self.whole + self._optimizer(shape.trained)
 
     def pass_bytes(self, tokens: int) -> float:
         """Of one forward and backward pass of the learner."""

@@ -55,8 +55,11 @@ class TorchEngine:
         sink: EventSink,
         answer_s: float = 300.0,
         name: str = "engine",
+        num_words: int | None = None,
     ) -> None:
+        """`num_words`: ids that the model has an embedding for, where the worker does not refuse others itself."""
         self.name = name
+        self._num_words = num_words
         self.slots = slots
         self._answer_s = answer_s
         self._num_reports = 0
@@ -85,7 +88,7 @@ class TorchEngine:
         return self._version
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        check_request(request, self._max_length, num_adapters=None)
+        check_request(request, self._max_length, num_words=self._num_words, num_adapters=None)
         waiter = _Waiter[Completion](on_sampled)
         with self._lock:
             if request.key in self._requests:

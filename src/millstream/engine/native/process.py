@@ -24,20 +24,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.engine import EngineConfig
 from millstream.engine.native.batching import Batcher
 from millstream.engine.native.build import batcher_of
-from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
-from millstream.errors import EngineError, MillstreamError, WeightsError
+from millstream.errors import MillstreamError
 from millstream.model.adapters import add_adapters, lora_of
 from millstream.model.load import decoder_of, load_tokenizer, model_weights, set_up_cpu
 from millstream.model.lora import LoraConfig
-from millstream.model.spec import build_described, has_own_code, save_description
+from millstream.model.spec import build_described, described, has_own_code
 from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, typed_decoder
-from millstream.rpc.process import LocalLauncher, own_node
+from millstream.rpc.process import own_node
 from millstream.types import Weights
-from millstream.weights.transfer import Delivery, WeightsRef
+from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.base import FetchedWeights
 from millstream.weights.transfer.fetcher import WeightsFetcher
-from millstream.weights.transfer.publisher import open_publisher
 
 ENGINE_WORKER = "millstream.engine.native.process:serve_engine"
 T = TypeVar("T")
@@ -63,40 +61,14 @@ def engine_setup(
     device: str,
     first: WeightsRef,
 ) -> EngineSetup:
-    with tempfile.TemporaryDirectory(prefix="millstream-") as name:
-        folder = Path(name)
-        save_description(model, folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in folder.iterdir()}
     return EngineSetup(
         config=config,
         dtype=str(model.dtype).removeprefix("torch."),
         device=device,
         lora=lora_of(model),
-        files=files,
+        files=described(model, tokenizer),
         has_tokenizer=tokenizer is not None,
         first=first,
-    )
-
-
-def local_process(
-    model: PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "engine"
-) -> ProcessHost:
-    """A worker process on this machine's CPU, with weights through shared memory. The model is only read, here and now."""
-    publisher = open_publisher(Delivery(ways=("shared",)))
-    try:
-        first = publisher.put(0, model_weights(model).items())
-    except WeightsError as error:
-        publisher.close()
-        raise EngineError(f"{error}, or set engine.process = false") from error
-    return ProcessHost(
-        lambda: LocalLauncher(is_warm=True).launch("engine", ENGINE_WORKER, name=name),
-        engine_setup(model, config, tokenizer, device="cpu", first=first),
-        lambda version, weights: publisher.put(version, weights.items()),
-        name=name,
-        answer_s=config.answer_s,
-        on_close=publisher.close,
     )
 
 

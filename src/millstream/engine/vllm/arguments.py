@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from millstream.engine.vllm.config import VllmConfig
+from millstream.engine.vllm.config import SHARED_MEMORY, OnUpdate, VllmConfig
+from millstream.model.spec import has_own_code
 from millstream.seeds import derive_seed
 from millstream.types import Request
 from millstream.weights.transfer import WeightsRef
@@ -18,14 +20,15 @@ EXTENSION = "millstream.engine.vllm.extension.WorkerExtension"
 class VllmSetup(Struct, frozen=True, kw_only=True):
     """The first message to the worker process."""
 
-    folder: str  # with the model's config
-    trust_remote_code: bool = False  # whether the folder has code that this process has run already
+    files: dict[str, bytes]  # the model's config and, for stop strings, the tokenizer: as they are saved
+    has_tokenizer: bool = False
     first: WeightsRef
     slots: int
     prefill_tokens: int
     max_length: int | None
     dtype: str
     is_cpu: bool
+    on_update: OnUpdate = "keep"
     vllm: VllmConfig
 
     @property
@@ -48,13 +51,13 @@ def set_environment(setup: VllmSetup) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_arguments(setup: VllmSetup) -> dict[str, Any]:
-    """For vLLM's `AsyncEngineArgs`."""
+def engine_arguments(setup: VllmSetup, folder: Path) -> dict[str, Any]:
+    """For vLLM's `AsyncEngineArgs`. `folder`: with the setup's files."""
     vllm = setup.vllm
     cache_gib = 1.0 if vllm.cache_gib is None and setup.is_cpu else vllm.cache_gib
     return {
-        "model": setup.folder,
-        "trust_remote_code": setup.trust_remote_code,
+        "model": str(folder),
+        "trust_remote_code": has_own_code(folder),  # which the process that wrote the folder's files has run already
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # not the model's own: a request has every sampling parameter
         "load_format": "dummy",  # the first weights are fetched as all others are
@@ -67,11 +70,13 @@ def engine_arguments(setup: VllmSetup) -> dict[str, Any]:
         "enable_chunked_prefill": not setup.is_cpu,
         "enable_prefix_caching": vllm.prefix_cache,
         "tensor_parallel_size": vllm.tensor_parallel,
-        "gpu_memory_utilization": vllm.memory,
+        "distributed_executor_backend": "mp" if vllm.tensor_parallel > 1 else "uni",  # not Ray, also in its actors
+        "gpu_memory_utilization": SHARED_MEMORY if vllm.memory is None else vllm.memory,
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
         "enforce_eager": setup.is_eager,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "worker_extension_cls": EXTENSION,
+        **vllm.args,
     }
 
 

@@ -1,4 +1,5 @@
-"""What runs inside vLLM's own worker processes: the fetch of weights, and an exit when the engine is gone.
+"""What runs inside vLLM's own worker processes: the fetch of weights while decoding continues, their load, and an exit when the
+engine is gone.
 
 vLLM mixes `WorkerExtension` into its worker class. Its names begin with millstream: vLLM refuses names that it has itself.
 """
@@ -11,25 +12,59 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import structs
 
 from millstream.errors import WeightsError
+from millstream.rpc.call import describe_error
 from millstream.rpc.process import own_node
 from millstream.weights.transfer import WeightsRef
+from millstream.weights.transfer.base import FetchedWeights
 from millstream.weights.transfer.fetcher import WeightsFetcher
+
+MAX_REASON = 800  # characters of a reason: a line of a pipe that several ranks write to is written at once
 
 
 class WorkerExtension:
     device: Any  # this and the next two are the worker's own
     get_model: Any
     reload_weights: Any
+    _millstream_taken: FetchedWeights | None = None
 
-    def millstream_load(self, ref: str) -> None:
-        """All weights of this `WeightsRef` (JSON), in the names and shapes of a checkpoint. Every rank of several reads all of
-        them and keeps its part."""
-        with WeightsFetcher(own_node()).take(msgspec.json.decode(ref, type=WeightsRef)) as taken:
-            self._millstream_reload(weights_iterator=iter(taken.weights.items()))
+    def millstream_fetch(self, ref: str, pipe: str) -> None:
+        """Begin to fetch and verify the weights of this `WeightsRef` (JSON), on a thread. Every rank of several fetches all of
+        them. A line in the pipe says that they are there, or why not."""
+        self._millstream_release()  # of an offer that was never loaded
+        arguments = (msgspec.json.decode(ref, type=WeightsRef), pipe)
+        threading.Thread(target=self._millstream_take, args=arguments, name="weights", daemon=True).start()
+
+    def _millstream_take(self, ref: WeightsRef, pipe: str) -> None:
+        said = None
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(self.device)
+            self._millstream_taken = WeightsFetcher(own_node()).take(ref)
+        except Exception as error:  # process boundary: the engine gets the reason
+            said = describe_error(error)
+            said = structs.replace(said, text=said.text[:MAX_REASON])
+        descriptor = os.open(pipe, os.O_WRONLY)
+        os.write(descriptor, msgspec.json.encode(said) + b"\n")
+        os.close(descriptor)
+
+    def millstream_load(self) -> None:
+        """The weights that were fetched last, in the names and shapes of a checkpoint. Every rank keeps its part of them."""
+        if self._millstream_taken is None:
+            raise WeightsError("there are no weights to load: none were fetched")
+        try:
+            self._millstream_reload(weights_iterator=iter(self._millstream_taken.weights.items()))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies have read the memory
+        finally:
+            self._millstream_release()
+
+    def _millstream_release(self) -> None:
+        if self._millstream_taken is not None:
+            self._millstream_taken.release()
+        self._millstream_taken = None
 
     def _millstream_reload(self, **source: Any) -> None:
         """vLLM's own reload. Where vLLM keeps old weights with a warning, because none came for a layer, this raises."""

@@ -6,8 +6,12 @@ vLLM does not report which weights sampled a token. That every token has the rig
 2. a marker is put into vLLM's output queue behind everything that has come: when vLLM takes it out, all that was sampled has
    reached its request;
 3. these outputs are recorded under the old version: no request has anything left that was sampled before;
-4. the weights are loaded, and keys and values of the old ones are dropped from the prefix cache;
+4. the weights, which vLLM's workers have fetched before, are loaded;
 5. from here on it is the new version, and the core is resumed.
+
+Keys and values of requests in flight are kept, or dropped and computed again (`engine.on_update`). Kept ones are shared with no
+request of a later version: the version is part of what the prefix cache looks for, and a request without a token yet begins
+again.
 
 vLLM stamps its outputs with the time at which they were sampled. A token that is older than the weights it is about to be
 recorded for breaks the engine: the order is also checked.
@@ -23,16 +27,22 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 
+from millstream import folders
 from millstream.engine.base import SPAN_S
 from millstream.engine.native.process import ChannelLink
+from millstream.engine.native.strings import DecodeTokens, ends_with_one
 from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Resume, WorkerReport, WorkerSpan
 from millstream.engine.request import PartialCompletion
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, sampling_parameters, set_environment
 from millstream.errors import EngineError
+from millstream.model.load import decoder_of, load_tokenizer
+from millstream.model.spec import has_own_code
+from millstream.rpc.call import ErrorInfo, error_from
 from millstream.types import Finish, Request, RequestKey, Sampled
 from millstream.weights.transfer import WeightsRef
 
@@ -75,23 +85,28 @@ async def _serve(link: ChannelLink, worker: VllmWorker) -> None:
 class VllmRequest(PartialCompletion):
     """One request that vLLM is computing."""
 
-    __slots__ = ("is_watched", "num_reported", "outputs", "task")
+    __slots__ = ("has_stop_string", "is_watched", "num_reported", "outputs", "task")
 
     def __init__(self, request: Request, outputs: Any, *, is_watched: bool) -> None:
         super().__init__(request)
         self.outputs = outputs
         self.is_watched = is_watched
+        self.has_stop_string = False
         self.num_reported = 0
         self.task: asyncio.Task[None] | None = None
 
-    def extend(self, output: Any, version: int) -> int:
-        """The number of new tokens. An output without any may repeat log-probabilities: they are not read."""
-        tokens = output.token_ids
-        if tokens:
-            self.tokens += tokens
-            self.logprobs += (output.logprobs[at][token].logprob for at, token in enumerate(tokens))
-            self.versions += [version] * len(tokens)
-        return len(tokens)
+    def extend(self, output: Any, version: int, decode: DecodeTokens | None = None) -> int:
+        """The number of new tokens, up to the one that completes a stop string. An output without tokens may repeat
+        log-probabilities: they are not read."""
+        before, strings = len(self.tokens), self.request.sampling.stop_strings
+        for at, token in enumerate(output.token_ids):
+            self.tokens.append(token)
+            self.logprobs.append(output.logprobs[at][token].logprob)
+            self.versions.append(version)
+            if strings and decode is not None and ends_with_one(self.tokens, strings, decode):
+                self.has_stop_string = True
+                break
+        return len(self.tokens) - before
 
     def take_unreported(self) -> Sampled:
         begin = self.num_reported
@@ -124,12 +139,16 @@ class VllmWorker:
     def __init__(self, setup: VllmSetup, send: Callable[[WorkerReport], None]) -> None:
         self._setup = setup
         self._send_report = send
+        self._folder: Path | None = None
+        self._decode: DecodeTokens | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._llm: Any = None
-        self._offered = setup.first
         self._version = 0
         self._is_paused = False
         self._loaded_at = 0.0
         self._exit_pipe: tuple[int, ...] = ()
+        self._fetched: IO[bytes] | None = None  # a line of every rank of vLLM for every offer
+        self._fetched_pipe: tuple[int, ...] = ()
         self._requests: dict[RequestKey, VllmRequest] = {}
         self._numbers = itertools.count()
         self._running = 0
@@ -145,12 +164,20 @@ class VllmWorker:
     async def start(self) -> None:
         """Start vLLM with the first weights. Raises what went wrong."""
         set_environment(self._setup)
-        self._llm = self._make()
+        self._loop = asyncio.get_running_loop()
+        self._folder = folders.make("millstream-vllm-")
+        for name, data in self._setup.files.items():
+            (self._folder / name).write_bytes(data)
+        if self._setup.has_tokenizer:
+            self._decode = decoder_of(load_tokenizer(self._folder, trust_remote_code=has_own_code(self._folder)))
+        self._llm = self._make(self._folder)
         try:
             self._exit_pipe = os.pipe()
-            path = f"/proc/{os.getpid()}/fd/{self._exit_pipe[0]}"
-            await self._llm.collective_rpc("millstream_exit_with", args=(path,))
-            await self._load_offered()
+            await self._llm.collective_rpc("millstream_exit_with", args=(_path_of(self._exit_pipe[0]),))
+            self._fetched_pipe = os.pipe()
+            self._fetched = os.fdopen(self._fetched_pipe[0], "rb")
+            await asyncio.to_thread(self.offer, self._setup.first)
+            await self._llm.collective_rpc("millstream_load")
         except BaseException:  # also a cancellation: its processes must not outlive it
             await self._shut_down()
             raise
@@ -176,8 +203,10 @@ class VllmWorker:
         llm.shutdown = lambda: None  # vLLM calls it again in its destructor, when the interpreter may be exiting
         for end in self._exit_pipe:  # processes of vLLM that are left exit now
             os.close(end)
+        if self._folder is not None:
+            folders.remove(self._folder)
 
-    def _make(self) -> Any:
+    def _make(self, folder: Path) -> Any:
         """Blocks until vLLM's core is ready."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -193,7 +222,7 @@ class VllmWorker:
 
             def log_engine_initialized(self) -> None: ...
 
-        arguments = AsyncEngineArgs(**engine_arguments(self._setup))
+        arguments = AsyncEngineArgs(**engine_arguments(self._setup, folder))
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[Statistics])
 
     async def _watch(self) -> None:
@@ -210,12 +239,19 @@ class VllmWorker:
     # ---- commands ------------------------------------------------------------------------------------------------------
 
     def offer(self, ref: WeightsRef) -> None:
-        """The weights of the next `Load`, which vLLM's workers fetch then. From any thread. Raises `EngineError` if they do not
-        fit."""
+        """vLLM's workers fetch the weights of the next `Load`, while decoding continues. Not on the event loop: returns when
+        they are there. Raises `EngineError` if they do not fit, and what the fetch raised."""
         found, expected = ({(name, shape) for name, _, shape in one.layout.tensors} for one in (ref, self._setup.first))
         if differing := found ^ expected:
             raise EngineError(f"the weights do not fit: {sorted({name for name, _ in differing})[:4]}")
-        self._offered = ref
+        assert self._loop is not None and self._fetched is not None, "it has started"
+        arguments = (msgspec.json.encode(ref).decode(), _path_of(self._fetched_pipe[1]))
+        fetching = self._llm.collective_rpc("millstream_fetch", args=arguments)
+        asyncio.run_coroutine_threadsafe(fetching, self._loop).result()
+        lines = [self._fetched.readline() for _ in range(self._setup.vllm.tensor_parallel)]
+        for said in (msgspec.json.decode(line, type=ErrorInfo | None) for line in lines):
+            if said is not None:
+                raise error_from(said)
 
     async def _execute(self, command: Command) -> None:
         match command:
@@ -238,19 +274,38 @@ class VllmWorker:
                 self._done(command.number)
 
     async def _add(self, command: Add) -> None:
-        from vllm.inputs import tokens_input
-
         request = command.request
+        if request.sampling.stop_strings and self._decode is None:
+            self._refuse(request, "stop strings need a tokenizer, and this engine was built without one")
+            return
         try:
-            parameters, prompt = sampling_parameters(request), tokens_input(list(request.tokens))
-            outputs = await self._llm.add_request(str(next(self._numbers)), prompt, parameters)
+            outputs = await self._queue(request)
         except _refusals() as error:
-            self._report.refused.append((request.key, f"vLLM refuses it: {error}"))
-            self._send_soon()
+            self._refuse(request, f"vLLM refuses it: {error}")
             return
         added = self._requests[request.key] = VllmRequest(request, outputs, is_watched=command.is_watched)
         added.task = self._group.create_task(self._follow(added))
         self._begin_span()
+
+    def _refuse(self, request: Request, why: str) -> None:
+        self._report.refused.append((request.key, why))
+        self._send_soon()
+
+    async def _queue(self, request: Request) -> Any:
+        """Its outputs. Its prefix is looked for among keys and values of this version only."""
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(list(request.tokens))
+        prompt["cache_salt"] = str(self._version)
+        return await self._llm.add_request(str(next(self._numbers)), prompt, sampling_parameters(request))
+
+    async def _begin_again(self, request: VllmRequest) -> None:
+        """It has no token yet: its prompt may have been computed in part, under older weights."""
+        if request.task is not None:
+            request.task.cancel()
+        await self._llm.abort(request.outputs.request_id, internal=True)
+        request.outputs = await self._queue(request.request)
+        request.task = self._group.create_task(self._follow(request))
 
     async def _abort(self, request: VllmRequest) -> None:
         """vLLM hands out what it has; then it is recorded."""
@@ -280,16 +335,16 @@ class VllmWorker:
         began = time.monotonic()
         await self._pause_core()
         self._loaded_at = time.monotonic()
-        await self._load_offered()
-        if self._setup.vllm.prefix_cache and not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("vLLM kept keys and values of the weights before")
+        await self._llm.collective_rpc("millstream_load")
         self._version = version
+        if self._setup.on_update == "keep":
+            for request in [one for one in self._requests.values() if not one.tokens]:
+                await self._begin_again(request)
+        elif not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM kept keys and values of the weights before")
         if not self._is_paused:
             await self._resume_core()
         self._swap_s = time.monotonic() - began
-
-    async def _load_offered(self) -> None:
-        await self._llm.collective_rpc("millstream_load", args=(msgspec.json.encode(self._offered).decode(),))
 
     # ---- outputs -------------------------------------------------------------------------------------------------------
 
@@ -305,8 +360,12 @@ class VllmWorker:
         (part,) = output.outputs
         if part.token_ids and output.metrics is not None and output.metrics.last_token_ts < self._loaded_at:
             raise EngineError(f"{request.request.key}: a token of weights before version {self._version} came late")
-        self._tokens_generated += request.extend(part, self._version)
-        if output.finished:
+        self._tokens_generated += request.extend(part, self._version, self._decode)
+        if request.has_stop_string:
+            if not output.finished:
+                self._group.create_task(self._llm.abort(request.outputs.request_id, internal=True))
+            self._finish(request, Finish.STOP)
+        elif output.finished:
             if part.finish_reason not in _FINISHES:
                 raise EngineError(f"{request.request.key}: vLLM ended it with {part.finish_reason!r}")
             self._finish(request, _FINISHES[part.finish_reason])
@@ -370,6 +429,11 @@ class VllmWorker:
         report.num_preempted = self._num_preempted
         report.swap_s = self._swap_s
         self._send_report(report)
+
+
+def _path_of(descriptor: int) -> str:
+    """By which other processes of this machine open it."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _refusals() -> tuple[type[Exception], ...]:

@@ -1,0 +1,158 @@
+"""vLLM under Ray on this machine's CPU: real training runs. `make test-vllm-ray`, a few minutes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from millstream.events import ReplicaJoined, ReplicaLeft, Stepped, WorkerStarted
+from millstream.run.export import export
+from millstream.run.read_rollouts import RolloutQuery, find_rollouts, open_dump
+from support.ray_runs import events_of, running, tree_of, wait_until_gone
+from support.runs import assert_clean, step_rows, steps_of, until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytest.importorskip("vllm")
+pytest.importorskip("ray")
+
+START_S = 400
+STEPS = 24
+RECIPE = """
+seed = 0
+runtime = "ray"
+[model.tiny]
+hidden = 64
+heads = 2
+[data]
+toy = "sort_digits"
+size = 2000
+holdout = 16
+[warmup]
+learning_rate = 2e-3
+max_steps = 60
+check_every = 60
+[engine]
+kind = "vllm"
+slots = 32
+on_update = "{on_update}"
+[engine.vllm]
+cache_gib = 0.25
+tensor_parallel = {parallel}
+args = {{ disable_custom_all_reduce = true }}
+[resources]
+engine_cpus = 0.5
+learner_cpus = 0.5
+[rollout]
+group_size = 8
+max_tokens = 8
+stop = ["<no such end>"]
+[pipeline]
+steps = {steps}
+groups_per_step = 8
+max_lag = 1
+[learner]
+learning_rate = 1e-3
+[checkpoint]
+every_steps = 1
+keep = 100
+"""
+
+
+def words(
+    folder: Path, *changes: str, on_update: str = "recompute", parallel: int = 1, steps: int = STEPS
+) -> list[str]:
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE.format(on_update=on_update, parallel=parallel, steps=steps))
+    changes = (*changes, f"run_dir={folder / 'run'}")
+    sets = [word for change in changes for word in ("--set", change)]
+    return [sys.executable, "-m", "millstream.cli.main", "train", str(recipe), *sets]
+
+
+def engine_pids(run_dir: Path) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for event in events_of(run_dir) if (run_dir / "events.jsonl").exists() else []:
+        if isinstance(event, WorkerStarted) and event.what == "engine":
+            found.setdefault(event.worker, []).append(event.pid)
+    return found
+
+
+@torch.no_grad()
+def worst_error(run_dir: Path, folder: Path) -> tuple[float, int, int]:
+    """Of recorded log-probabilities against transformers with the checkpoint of the version recorded for each token; how many
+    tokens were compared, and how many rollouts have tokens of several versions."""
+    models = {}
+    dump, _ = open_dump(run_dir)
+    worst, compared, mixed = 0.0, 0, 0
+    for one in find_rollouts(dump, RolloutQuery()):
+        for part in one.parts:
+            ids, at = torch.tensor([part.tokens.tolist()]), np.flatnonzero(part.loss_mask)
+            mixed += len(set(part.versions[at].tolist())) > 1
+            for version in sorted(set(part.versions[at].tolist())):
+                if version not in models:
+                    export(run_dir, folder / f"step-{version}", step=version)
+                    models[version] = AutoModelForCausalLM.from_pretrained(
+                        folder / f"step-{version}", dtype=torch.float32
+                    )
+                logprobs = torch.log_softmax(models[version](ids).logits[0].float(), -1)
+                own = [place for place in at if part.versions[place] == version]
+                found = torch.tensor([float(logprobs[place - 1, part.tokens[place]]) for place in own])
+                said = torch.tensor([float(part.logprobs[place]) for place in own])
+                worst, compared = max(worst, float((found - said).abs().max())), compared + len(own)
+    return worst, compared, mixed
+
+
+def test_a_run_with_vllm_on_ray_learns_survives_a_killed_replica_and_every_token_has_its_version(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    with running(words(tmp_path, "engine.replicas=2")) as process:
+        until(lambda: steps_of(run_dir) >= 3, process, START_S)
+        before = engine_pids(run_dir)
+        pids = tree_of(process.pid)
+        os.kill(before["engine-0"][0], signal.SIGKILL)
+        output = process.communicate(timeout=START_S)[0]
+        assert process.returncode == 0, output
+        wait_until_gone(pids, 60)
+    events = events_of(run_dir)
+    left = [event for event in events if isinstance(event, ReplicaLeft)]
+    assert [event.engine for event in left] == ["engine-0"], "one was killed, and no other was lost"
+    assert len(engine_pids(run_dir)["engine-0"]) == 2, "another took its place"
+    joined = [event.engine for event in events if isinstance(event, ReplicaJoined)]
+    print(f"\njoined again: {joined}; {sum(isinstance(event, Stepped) for event in events)} steps")
+    rewards = [row["reward"] for row in step_rows(run_dir)]
+    assert len(rewards) == STEPS and np.mean(rewards[-6:]) > np.mean(rewards[:6]), rewards
+    assert_clean(run_dir)
+    worst, compared, mixed = worst_error(run_dir, tmp_path)
+    print(
+        f"{compared} tokens within {worst:.1e} nats of their version's checkpoint; {mixed} rollouts have several versions"
+    )
+    assert compared > 1000 and worst < 1e-4
+
+
+def test_engines_of_two_workers_are_scaled_while_the_run_trains(tmp_path: Path) -> None:
+    """Tensor parallel 2, keys and values kept."""
+    run_dir = tmp_path / "run"
+    with running(words(tmp_path, parallel=2, on_update="keep", steps=100_000)) as process:
+        until(lambda: steps_of(run_dir) >= 2, process, START_S)
+        scale = [sys.executable, "-m", "millstream.cli.main", "scale", str(run_dir)]
+        done = subprocess.run([*scale, "engines=2"], capture_output=True, text=True, timeout=START_S)
+        assert done.returncode == 0 and "engine-0" in done.stdout, done.stdout + done.stderr
+        steps = steps_of(run_dir)
+        until(lambda: steps_of(run_dir) >= steps + 2, process, START_S)
+        done = subprocess.run([*scale, "engines=1"], capture_output=True, text=True, timeout=START_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        pids, began = tree_of(process.pid), time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+        wait_until_gone(pids, 60)
+        print(f"\nstopped within {time.monotonic() - began:.0f} s")
+    assert_clean(run_dir)
