@@ -20,9 +20,10 @@ NEWS_S = 0.02  # for each engine of a run
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    kind: Literal["torch", "vllm", "http"] = "torch"
+    kind: Literal["torch", "vllm", "http", "outside"] = "torch"
     """torch: our own, over any causal LM of transformers. vllm: vLLM, where it is installed (docs/engines-vllm.md). http:
-    servers, which the [engine.http] table names (docs/engines.md)."""
+    servers, which the [engine.http] table names (docs/engines.md). outside: programs that connect to the run
+    (docs/outside.md)."""
     vllm: VllmConfig | None = None
     """None: with kind = "vllm", its defaults."""
     http: HttpConfig | None = None
@@ -72,11 +73,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             )
         if self.kind == "http" and self.replicas > 1:
             raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
+        if self.kind == "outside" and self.replicas > 1:
+            raise ValueError('replicas with kind = "outside": start several programs that connect to the run instead')
         if self.kind == "vllm" and self.process is False:
             raise ValueError('process = false with kind = "vllm", which always has a process of its own: leave it out')
-        if self.kind == "http" and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
+        is_elsewhere = self.kind in ("http", "outside")
+        if is_elsewhere and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
             raise ValueError(
-                'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
+                f'process and prefill_tokens are not of kind = "{self.kind}", whose servers decide: leave them out'
             )
         own = (self.cache, self.cache_gb, self.on_update, self.speculation)
         if self.kind != "torch" and own != (None, "auto", "keep", "auto"):

@@ -14,6 +14,9 @@ PASS_TOKENS = 8192
 
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
+    kind: Literal["torch", "outside"] = "torch"
+    """torch: our own. outside: a program that connects to the run, claims batches and publishes weights (docs/outside.md). Of
+    this table, such a run reads `micro_batch_tokens` alone."""
     learning_rate: float = 1e-5  # of AdamW, after the steps in which it rises
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: keep the rate, or decay it towards 0, which it would reach one step after the last."""

@@ -17,6 +17,7 @@ from millstream.clock import Clock
 from millstream.cluster.resources import check_ray_installed
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.host import ENGINE_START_S
+from millstream.engine.outside import OutsideEngine
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
@@ -25,12 +26,14 @@ from millstream.run import build
 from millstream.run.build import HttpServers, RunEngine
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine
+from millstream.run.outside import build_outside_engine
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
 from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 
+PROGRAMS = "the engines are programs outside, which connect to the run: start as many as you like"
 SERVERS = (
     "the engines are servers that others have started: engine.http.urls names them, and is read once, at the start"
 )
@@ -144,7 +147,7 @@ def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, cl
         clock=clock,
         sink=sink,
         is_lone_replaced=backend.is_lone_engine_replaced,
-        why_fixed=SERVERS if config.kind == "http" else "",
+        why_fixed={"http": SERVERS, "outside": PROGRAMS}.get(config.kind, ""),
         is_given_up=config.kind != "http",
     )
     fleet.router.prefixes.are_kept = config.kind == "torch" and config.on_update == "keep"
@@ -159,8 +162,10 @@ class LocalEngines:
         self._context = context
         self._servers: HttpServers | None = None
 
-    def make(self, name: str) -> RunEngine:
+    def make(self, name: str) -> RunEngine | OutsideEngine:
         config, context = self._config, self._context
+        if config.kind == "outside":
+            return build_outside_engine(config, context.model, context.folder, clock=context.clock, name=name)
         if config.kind == "http":
             self._servers = self._servers or HttpServers(config, context.model, clock=context.clock, sink=context.sink)
             return self._servers.engine(name)

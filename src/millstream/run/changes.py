@@ -80,7 +80,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_may(
         "now", "learner.", "learning_rate schedule warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks"
     ),
-    **_may("now", "learner.", "recompute compile gpu_share max_skipped_steps"),
+    **_may("now", "learner.", "kind recompute compile gpu_share max_skipped_steps"),
     **_must_not("the schedule of the learning rate counts that many steps a batch", "learner.", "mini_batches"),
     **_must_not(OTHER_STAGES, "", "reference reference.path critic critic.path proximal"),
     **_may("now", "reference.", "device dtype micro_batch_tokens"),
@@ -90,7 +90,7 @@ RULES: Mapping[str, ChangeRule] = {
         "device learning_rate warmup_steps max_grad_norm value_clip micro_batch_tokens max_skipped_steps",
     ),
     **_may("now", "proximal.", "device micro_batch_tokens"),
-    **_may("now", "", "engine evaluation checkpoint runtime resources sim trackers metrics traces alerts"),
+    **_may("now", "", "engine evaluation checkpoint runtime resources outside sim trackers metrics traces alerts"),
     **_must_not(OTHER_SFT, "", "warmup warmup.max_steps warmup.epochs warmup.batch_size"),
     **_may("now", "warmup.", "learning_rate schedule warmup_steps stop_at check_every"),
 }
