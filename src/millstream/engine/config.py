@@ -11,7 +11,7 @@ from millstream import imports
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.vllm.config import OnUpdate, VllmConfig
 
-ENGINE_KINDS = ("torch", "vllm", "http")
+ENGINE_KINDS = ("torch", "vllm", "http", "outside")
 PREFILL_TOKENS = 4096
 SLOTS = 128
 MAX_REPLICAS = 65_536
@@ -23,7 +23,8 @@ NEWS_S = 0.02  # for each engine of a run
 class EngineConfig(Struct, frozen=True, kw_only=True):
     kind: str = "torch"
     """torch: the native one, over any causal LM of transformers. vllm: vLLM, where it is installed (docs/engines-vllm.md).
-    http: servers, which the [engine.http] table names (docs/engines.md). Or one of your own: file.py:Name (docs/parts.md)."""
+    http: servers, which the [engine.http] table names (docs/engines.md). outside: programs that connect to the run
+    (docs/outside.md). Or one of your own: file.py:Name (docs/parts.md)."""
     args: dict[str, Any] = {}
     """Keyword arguments of an engine of your own."""
     vllm: VllmConfig | None = None
@@ -72,11 +73,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
         if self.kind == "http" and self.num_replicas > 1:
             raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
+        if self.kind == "outside" and self.num_replicas > 1:
+            raise ValueError('replicas with kind = "outside": start several programs that connect to the run instead')
         if self.kind == "vllm" and self.process is False:
             raise ValueError('process = false with kind = "vllm", which always has a process of its own: leave it out')
-        if self.kind == "http" and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
+        is_elsewhere = self.kind in ("http", "outside")
+        if is_elsewhere and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
             raise ValueError(
-                'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
+                f'process and prefill_tokens are not of kind = "{self.kind}", whose servers decide: leave them out'
             )
         if self.kind != "torch" and (self.cache, self.cache_gb, self.speculation) != (None, "auto", "auto"):
             raise ValueError(

@@ -12,7 +12,7 @@ from millstream import imports
 from millstream.model.lora import LoraConfig
 
 SCHEDULES = ("constant", "linear", "cosine")
-LEARNER_KINDS = ("torch",)
+LEARNER_KINDS = ("torch", "outside")
 OwnSchedule = Callable[[int, int | None], float]  # the share of the learning rate, of a step and the number of steps
 MAX_RANKS = 65_536
 PASS_TOKENS = 8192
@@ -20,7 +20,9 @@ PASS_TOKENS = 8192
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
     kind: str = "torch"
-    """torch: the native one, over any causal LM of transformers. Or one of your own: file.py:Name (docs/parts.md)."""
+    """torch: the native one, over any causal LM of transformers. outside: a program that connects to the run, claims batches
+    and publishes weights (docs/outside.md); of this table, such a run reads `micro_batch_tokens` alone. Or one of your own:
+    file.py:Name (docs/parts.md)."""
     args: dict[str, Any] = {}
     """Keyword arguments of a learner of your own."""
     learning_rate: float = 1e-5  # of AdamW, after the steps in which it rises

@@ -40,6 +40,7 @@ from millstream.run.sizes import memory_warning
 
 if TYPE_CHECKING:
     from millstream.run.learn import LearningEndpoint
+    from millstream.run.outside import OutsideParts
 
 
 class Stoppable(Protocol):
@@ -78,6 +79,7 @@ class ActiveRun:
         self.send_alerts: Callable[[], None] = lambda: None  # those that wait; called where the process ends at once
         self.is_done = False
         self.endpoint: LearningEndpoint | None = None  # of a run that learns from its use
+        self.outside: OutsideParts | None = None  # where programs outside sample or train for it
 
     @property
     def version(self) -> int:

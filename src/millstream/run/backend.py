@@ -28,6 +28,7 @@ from millstream.run import build
 from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine
+from millstream.run.outside import build_outside_engine
 from millstream.run.places import Places
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
@@ -35,6 +36,7 @@ from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 
+PROGRAMS = "the engines are programs outside, which connect to the run: start as many as you like"
 SERVERS = (
     "the engines are servers that others have started: engine.http.urls names them, and is read once, at the start"
 )
@@ -171,7 +173,7 @@ def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, cl
         clock=clock,
         sink=sink,
         is_lone_replaced=backend.is_lone_engine_replaced,
-        why_fixed=SERVERS if config.kind == "http" else "",
+        why_fixed={"http": SERVERS, "outside": PROGRAMS}.get(config.kind, ""),
         is_given_up=config.kind != "http",
     )
     fleet.router.prefixes.are_kept = config.kind == "torch" and config.on_update == "keep"
@@ -193,6 +195,8 @@ class LocalEngines:
     def make(self, name: str) -> Engine:
         config, context = self._config, self._context
         model, tokenizer, clock, sink = context.model, context.tokenizer, context.clock, context.sink
+        if config.kind == "outside":
+            return build_outside_engine(config, model, context.folder, clock=clock, name=name)
         if config.kind == "http":
             self._servers = self._servers or HttpServers(config, model, clock=clock, sink=sink)
             return self._servers.engine(name)

@@ -75,6 +75,8 @@ def build_durable_learner(run: ActiveRun, checkpoints: Checkpoints) -> RunLearne
     config = run.config
     if config.pipeline.rollouts_only:
         return FrozenLearner(run.prepared.model)
+    if run.outside is not None and config.learner.kind == "outside":
+        return run.outside.build_learner(run)
     recipe = Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens)
     return _learner(run, config.learner, recipe, config.pipeline.steps, checkpoints, run.start_version)
 

@@ -82,7 +82,7 @@ RULES: Mapping[str, ChangeRule] = {
         "learner.",
         "learning_rate schedule schedule_args warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks",
     ),
-    **_may("now", "learner.", "recompute offload compile gpu_share max_skipped_steps"),
+    **_may("now", "learner.", "kind recompute offload compile gpu_share max_skipped_steps"),
     **_must_not("the schedule of the learning rate counts that many steps a batch", "learner.", "mini_batches"),
     **_must_not(OTHER_STAGES, "", "reference reference.path critic critic.path proximal"),
     **_may("now", "reference.", "device dtype micro_batch_tokens"),
@@ -93,7 +93,9 @@ RULES: Mapping[str, ChangeRule] = {
     ),
     **_may("now", "proximal.", "device micro_batch_tokens"),
     **_may(
-        "now", "", "engine store weights evaluation checkpoint runtime resources sim trackers metrics traces alerts"
+        "now",
+        "",
+        "engine store weights evaluation checkpoint runtime resources outside sim trackers metrics traces alerts",
     ),
     **_must_not(OTHER_SFT, "", "warmup warmup.max_steps warmup.epochs warmup.batch_size"),
     **_may("now", "warmup.", "learning_rate schedule warmup_steps stop_at check_every"),

@@ -35,6 +35,7 @@ from millstream.weights import TransferWay
 from millstream.weights.config import WeightsConfig
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
+MAX_LEASE_S = 86400.0
 HELD_OUT = "held_out"  # the name of an evaluation that is given none
 EVALUATION_NAME = re.compile(rf"(?!{WARMUP}$)[A-Za-z0-9_.-]+")
 Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None, LoraConfig | None, DrawConfig)
@@ -120,6 +121,22 @@ class WarmupConfig(Struct, frozen=True, kw_only=True):
         return -(-self.epochs * num_tasks // self.batch_size)
 
 
+class OutsideConfig(Struct, frozen=True, kw_only=True):
+    """Where programs outside connect to the run, with `kind = "outside"` of [engine] or [learner] (docs/outside.md). They send
+    the token in the environment variable MILLSTREAM_TOKEN, if the run was started with one."""
+
+    host: str = "127.0.0.1"
+    """An address that other machines can reach (0.0.0.0) needs a token."""
+    port: int = 7077
+    """0: a free one. The URL is in RUN/outside.url."""
+    lease_s: float = 60.0
+    """How long a program may keep what it claimed without renewing it, unless it asks for another time."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536 or not 0 < self.lease_s <= MAX_LEASE_S:
+            raise ValueError(f"port must be 0 to 65535, lease_s above 0 and at most {MAX_LEASE_S:g}")
+
+
 class EvaluationConfig(Struct, frozen=True, kw_only=True):
     """One evaluation: which tasks, how they are sampled, and when. Without other data, of the run's held-out tasks."""
 
@@ -200,6 +217,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     runtime: Literal["local", "ray"] = "local"
     """local: processes on this machine. ray: a Ray cluster; [resources] says what the run gets of it."""
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    outside: OutsideConfig = field(default_factory=OutsideConfig)
+    """The address of programs that sample or train for the run."""
     sim: SimConfig | None = None
     """What things cost in `millstream sim`. A real run does not read it."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from msgspec import Struct, structs
 
@@ -24,7 +23,7 @@ from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder
 from millstream.serve.auth import check_token
 from millstream.serve.learn import LearningService, RoutedEngine, SessionJournal
-from millstream.serve.listen import listen
+from millstream.serve.listen import listening_at
 from millstream.serve.openai.app import service_app
 from millstream.serve.openai.service import ModelServiceConfig, Served
 from millstream.serving.router import Router
@@ -101,29 +100,17 @@ async def serving(run: ActiveRun, router: Router, journal: SessionJournal) -> As
         journal=journal,
         on_dropped=partial(drop_session, run),
     )
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    listening = asyncio.create_task(
-        listen(
-            service_app(service, token=endpoint.token, max_requests=endpoint.service.max_requests),
-            endpoint.service.host,
-            endpoint.service.port,
-            token=endpoint.token,
-            max_requests=endpoint.service.max_requests,
-            limits=endpoint.service.http,
-            on_ready=ready.set_result,
-            handles_signals=False,
-        )
-    )
-    try:
-        both: list[asyncio.Future[Any]] = [ready, listening]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            await listening  # raises why
-        endpoint.on_ready(ready.result())
+    max_requests = endpoint.service.max_requests
+    async with listening_at(
+        service_app(service, token=endpoint.token, max_requests=max_requests),
+        endpoint.service.host,
+        endpoint.service.port,
+        token=endpoint.token,
+        max_requests=max_requests,
+        limits=endpoint.service.http,
+    ) as url:
+        endpoint.on_ready(url)
         yield
-    finally:
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
     if pipeline.admission.is_finished and (num_waiting := len(journal) - pipeline.num_fed):
         run.warn(waiting_message(num_waiting, run.config.pipeline, run.folder.path))
 

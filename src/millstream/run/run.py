@@ -50,6 +50,7 @@ from millstream.run.garbage import seldom_collected
 from millstream.run.keep_rollouts import close_rollouts, open_rollouts, void_undone
 from millstream.run.learn import LearningEndpoint, check_endpoint, learning_config, open_journal, serving
 from millstream.run.log import RunLog
+from millstream.run.outside import serving_outside
 from millstream.run.own_parts import OwnParts, check_passed_again, with_passed
 from millstream.run.own_thread import as_coroutine, outside_loop
 from millstream.run.prepare import Prepared, prepare_run
@@ -278,6 +279,7 @@ async def _open(run: ActiveRun, supervision: Supervision) -> AsyncIterator[tuple
         closing.callback(replacing.cancel)
         closing.push_async_callback(supervision.close_control)
         await supervision.open_control(fleet)
+        run.outside = await closing.enter_async_context(serving_outside(run, fleet))
         yield fleet, Evaluator(prepared, fleet.router, run.clock, run.log, run.waits)
 
 
@@ -393,6 +395,8 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         recorded=recorded,
         outside=journal,
     )
+    if run.outside is not None:
+        run.outside.use(run.pipeline.admission)
     if run.best is not None:
         run.best.is_awaited = partial(evaluator.is_awaited, run.best.table.name)
     run.begin(run.pipeline)

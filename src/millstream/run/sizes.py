@@ -142,7 +142,7 @@ def choose_sizes(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
     is_asked = learner.compile == "auto" and not learner.offload and device.is_gpu and dtype == "bfloat16"
     is_compiled = learner.is_compiled or (is_asked and _compiling_pays(config, shape))
     slots = min(MAX_SLOTS, num_in_flight(config)) if engine.slots == "auto" and device.is_gpu else engine.num_slots
-    slots = engine.num_slots if engine.kind == "http" else slots
+    slots = engine.num_slots if engine.kind in ("http", "outside") else slots
     plain = Sizes(
         dtype=dtype,
         slots=slots,

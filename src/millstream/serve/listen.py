@@ -6,9 +6,10 @@ import asyncio
 import errno
 import math
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,6 +27,35 @@ class _Inside(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@asynccontextmanager
+async def listening_at(
+    app: ASGIApp, host: str, port: int, *, token: str | None, max_requests: int, limits: HttpLimits
+) -> AsyncIterator[str]:
+    """Serve while the block lasts, in a program that has its own signal handlers. Yields the URL. Raises as `listen` does."""
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        listen(
+            app,
+            host,
+            port,
+            token=token,
+            max_requests=max_requests,
+            limits=limits,
+            on_ready=ready.set_result,
+            handles_signals=False,
+        )
+    )
+    try:
+        both: list[asyncio.Future[Any]] = [ready, serving]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            await serving  # raises why
+        yield ready.result()
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def listen(

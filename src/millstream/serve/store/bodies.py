@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from millstream.serve.http import EmptyBody
 from millstream.store import TRAIN
@@ -73,3 +73,21 @@ class RewindBody(PartitionBody, kw_only=True):
 class NewWeights(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     version: Int64
     where: Annotated[str, Meta(max_length=4096)] | None = None  # where to fetch them. None: known to the readers
+    metrics: dict[Name, float] | UnsetType = UNSET  # of the step that gave them
+
+
+class KeysBody(PartitionBody, kw_only=True):
+    keys: Annotated[list[Name], Meta(min_length=1)]
+    columns: dict[Name, Any] = {}  # to put: one cell for each key. Empty: their tags alone
+    dtypes: dict[str, str] = {}
+    tags: list[dict[Name, Any]] | None = None  # one for each key
+
+
+class GetKeysBody(PartitionBody, kw_only=True):
+    keys: Annotated[list[Name], Meta(min_length=1)]
+    columns: list[Name] | None = None  # None: all that each of them has
+    lists: bool = False  # arrays as nested lists, for a human reader
+
+
+class ListKeysBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    partition: Name | None = None  # None: all

@@ -12,7 +12,7 @@ For synchronous code: `store.blocking.BlockingClient(lambda: HttpStore.connect(u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -65,7 +65,7 @@ class HttpStore:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The decoded response; None if it is empty. Retries while the service is busy (503): it has done nothing then."""
         content = None if body is None else encode_body(body, MESSAGEPACK)
         while True:
@@ -82,7 +82,7 @@ class HttpStore:
         raise kind(f"{response.status_code}: {_message(response)}")
 
     async def _post(self, verb: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._request("POST", f"/v1/{self._section}{verb}", body or {})
+        return await self.request("POST", f"/v1/{self._section}{verb}", body or {})
 
     async def put(
         self,
@@ -116,7 +116,7 @@ class HttpStore:
 
     async def write(self, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
         body = {"row_ids": _plain(row_ids), "columns": columns_out(columns), "overwrite": overwrite}
-        await self._request("PATCH", f"/v1/{self._section}", body)
+        await self.request("PATCH", f"/v1/{self._section}", body)
 
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
         await self._post("/close_groups", {"group_ids": _plain(group_ids), "partition": partition})
@@ -169,7 +169,7 @@ class HttpStore:
         await self._post("/finish", {"partition": partition})
 
     async def drop_partition(self, partition: str) -> int:
-        rows: int = (await self._request("DELETE", f"/v1/{self._section}/partitions/{quote(partition, safe='')}"))[
+        rows: int = (await self.request("DELETE", f"/v1/{self._section}/partitions/{quote(partition, safe='')}"))[
             "rows"
         ]
         return rows
@@ -181,13 +181,16 @@ class HttpStore:
         raise StoreError("snapshots are restored in the store's process, not over HTTP")
 
     async def stats(self) -> StoreStats:
-        return msgspec.convert((await self._request("GET", "/v1/stats"))[self._section], StoreStats)
+        return msgspec.convert((await self.request("GET", "/v1/stats"))[self._section], StoreStats)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    async def notify_weights(self, version: int, where: str | None = None) -> None:
+    async def notify_weights(
+        self, version: int, where: str | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Announce new weights."""
-        await self._request("POST", "/v1/weights", {"version": version, "where": where})
+        body = {"version": version, "where": where} | ({} if metrics is None else {"metrics": dict(metrics)})
+        await self.request("POST", "/v1/weights", body)
 
     async def wait_for_weights(self, after: int | None = None, deadline_s: float | None = None) -> NewWeights | None:
         """The newest weights, once they are newer than `after`; None at the deadline."""
@@ -196,7 +199,7 @@ class HttpStore:
         while True:
             left = self._poll_s if until is None else max(0.0, until - loop.time())
             query = f"wait_s={min(left, self._poll_s)}" + ("" if after is None else f"&after={after}")
-            answer = await self._request("GET", f"/v1/weights?{query}")
+            answer = await self.request("GET", f"/v1/weights?{query}")
             if answer is not None:
                 return msgspec.convert(answer, NewWeights)
             if until is not None and loop.time() >= until:

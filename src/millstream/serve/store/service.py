@@ -8,6 +8,7 @@
     DELETE .../partitions/NAME                               delete a partition                               200
     POST  /v1/weights {"version": 4}                         announce new weights                             200
     GET   /v1/weights?after=3&wait_s=30                      wait for weights after version 3                 200, 204
+    POST  /v1/keys, /v1/keys/get, list, clear                rows by key, with tags: `serve.store.keys`               204, 200
     GET   /v1/stats, /v1/health                                                                               200
 
 204 of a claim: nothing was ready in time; try again. 400: malformed, the message says what was expected. 401, 403: see
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct, field, structs
@@ -62,6 +63,7 @@ from millstream.serve.store.bodies import (
 )
 from millstream.serve.store.bounds import BoundedNames
 from millstream.serve.store.columns import JSON, BadColumns, columns_in, columns_out
+from millstream.serve.store.keys import KeyValues
 from millstream.store import Lease, Reads, Store, Want
 from millstream.store.memory import MemoryStore
 from millstream.store.policies import BUILT_IN_POLICIES
@@ -111,12 +113,20 @@ class StoreServiceConfig(Struct, frozen=True, kw_only=True):
 
 
 class Section:
-    """One store under one path. It ends only leases that it gave itself."""
+    """One store under one path. It ends only leases that it gave itself. `verbs`: those that it has; None: all."""
 
     def __init__(
-        self, name: str, store: Store, bodies: BodyReader, config: StoreServiceConfig, *, needs_groups: bool
+        self,
+        name: str,
+        store: Store,
+        bodies: BodyReader,
+        config: StoreServiceConfig,
+        *,
+        needs_groups: bool,
+        verbs: Collection[str] | None = None,
     ) -> None:
         self.name = name
+        self._verbs = verbs
         self.store = store
         self._bodies = bodies
         self._config = config
@@ -130,17 +140,17 @@ class Section:
 
     def routes(self) -> list[Route]:
         path = f"/v1/{self.name}"
-        verbs: dict[str, RouteHandler] = {
-            "claim": self.claim,
-            **{verb: self._store_verb(verb) for verb in STORE_VERBS},
-            **{f"leases/{{lease:int}}/{verb}": self._lease_verb(verb) for verb in LEASE_VERBS},
+        routes = {
+            "put": Route(path, self.put, methods=["POST"]),
+            "write": Route(path, self.write, methods=["PATCH"]),
+            "drop_partition": Route(f"{path}/partitions/{{name:path}}", self.drop_partition, methods=["DELETE"]),
+            "claim": Route(f"{path}/claim", self.claim, methods=["POST"]),
         }
-        return [
-            Route(path, self.put, methods=["POST"]),
-            Route(path, self.write, methods=["PATCH"]),
-            Route(f"{path}/partitions/{{name:path}}", self.drop_partition, methods=["DELETE"]),
-            *(Route(f"{path}/{verb}", handler, methods=["POST"]) for verb, handler in verbs.items()),
-        ]
+        for verb in STORE_VERBS:
+            routes[verb] = Route(f"{path}/{verb}", self._store_verb(verb), methods=["POST"])
+        for verb in LEASE_VERBS:
+            routes[verb] = Route(f"{path}/leases/{{lease:int}}/{verb}", self._lease_verb(verb), methods=["POST"])
+        return [route for verb, route in routes.items() if self._verbs is None or verb in self._verbs]
 
     async def put(self, request: Request) -> Response:
         body = await self._bodies.read(request, PutBody)
@@ -293,11 +303,13 @@ def _lease_body(lease: Lease, want: Want, *, as_lists: bool) -> dict[str, Any]:
 
 
 class WeightsNotices:
-    """The newest weights, and the requests that wait for newer ones (no polling)."""
+    """The newest weights, and the requests that wait for newer ones (no polling). `publish` is called with what a client
+    announces; None: it is passed on as it is."""
 
-    def __init__(self, bodies: BodyReader) -> None:
+    def __init__(self, bodies: BodyReader, publish: Callable[[NewWeights], Awaitable[None]] | None = None) -> None:
         self.newest: NewWeights | None = None
         self._bodies = bodies
+        self._publish = publish
         self._changed = asyncio.Event()
 
     def routes(self) -> list[Route]:
@@ -305,12 +317,18 @@ class WeightsNotices:
 
     async def announce(self, request: Request) -> Response:
         new = await self._bodies.read(request, NewWeights)
-        if self.newest is not None and new.version < self.newest.version:
+        if self._publish is not None:
+            await asyncio.shield(self._publish(new))  # also if the client disconnects
+        elif self.newest is not None and new.version < self.newest.version:
             raise HttpError(409, f"version {new.version}: the newest is {self.newest.version}, and versions only rise")
+        else:
+            self.set(new)
+        return respond(request, new)
+
+    def set(self, new: NewWeights) -> None:
         self.newest = new
         self._changed.set()
         self._changed = asyncio.Event()
-        return respond(request, new)
 
     async def wait(self, request: Request) -> Response:
         after = _number(request, "after", int, None)
@@ -357,7 +375,19 @@ def store_app(
         Section("prompts", prompts or _new_store(PROMPTS, config), bodies, config, needs_groups=False),
         Section("experience", store, bodies, config, needs_groups=True),
     ]
-    notice = WeightsNotices(bodies)
+    keys = KeyValues(bodies, most_bytes=config.capacity_bytes, most_keys=config.capacity_rows)
+    return sections_app(sections, WeightsNotices(bodies), config, token=token, routes=keys.routes())
+
+
+def sections_app(
+    sections: Sequence[Section],
+    notice: WeightsNotices,
+    config: StoreServiceConfig,
+    *,
+    token: str | None,
+    routes: Sequence[Route] = (),
+) -> Starlette:
+    """The application of these sections and routes."""
 
     async def stats(request: Request) -> Response:
         found: dict[str, Any] = {section.name: await section.store.stats() for section in sections}
@@ -370,6 +400,7 @@ def store_app(
         routes=[
             *(route for section in sections for route in section.routes()),
             *notice.routes(),
+            *routes,
             Route("/v1/stats", stats),
             Route("/v1/health", health),
         ],

@@ -1,0 +1,195 @@
+"""A learner whose other end is outside: a program claims the rows of each batch, trains, and publishes weights as a version.
+
+    accumulate ──► batches ──► claim: a whole batch on lease, by a program outside
+                                     │
+    step ◄──── checked, as version n + 1 ◄── publish
+
+Guarantees. A batch is claimed when it is complete, and is given to one program at a time. Its publication ends the step: only
+version n + 1, only after the batch was claimed, only once, and only with finite weights of the model's names and shapes; what
+else is published is refused by name and changes nothing. A program that dies before it has published loses its lease, and the
+next one gets the same batch, to be trained from the weights of version n: no batch is lost, and none is in two versions.
+
+A checkpoint has the weights. The optimizer's state is the program's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millstream.errors import LearnerError, StoreError
+from millstream.learner.optimizer import OptimizerState
+from millstream.learner.state import read_trained
+from millstream.learner.torch import TorchSnapshot, save_trained
+from millstream.model.adapters import trained_weights
+from millstream.model.finite import names_not_finite
+from millstream.model.load import load_weights
+from millstream.store.base import ONE_GROUP, TRAIN, Choose, Lease, Reads, Want
+from millstream.store.memory import MemoryStore
+from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
+
+COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages")
+OPTIONAL = ("reference", "values", "proximal", "returns")
+
+
+class Batches(MemoryStore):
+    """Batches for programs outside: a group for each version, closed when it is complete."""
+
+    def __init__(self) -> None:
+        super().__init__({TRAIN: Reads(COLUMNS)})
+        self.leases: dict[int, Lease] = {}  # version -> the last lease of its batch
+
+    async def claim(
+        self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
+    ) -> Lease:
+        lease = await super().claim(task, want, choose=choose, partition=partition)
+        self.leases[lease.group_id] = lease
+        return lease
+
+    async def acknowledge(self, lease: Lease, *, step: int | None = None) -> None:
+        """The publication has acknowledged it already."""
+        if any(lease.lease_id == open_one.lease_id for open_one in self.leases.values()):
+            raise StoreError("not published: a batch is acknowledged by the weights that it gave. Publish them first")
+
+    async def end(self, version: int) -> None:
+        """The batch is trained. Rows on a lease that has expired are claimed once more to be removed."""
+        lease = self.leases.pop(version)
+        try:
+            await super().acknowledge(lease)
+        except StoreError:
+            own = await super().claim(TRAIN, Want(groups=1, versions=(version, version), deadline_s=0.0))
+            await super().acknowledge(own)
+
+
+class OutsideLearner:
+    """A `RunLearner` (`learner.base`). It changes `model`, which has the weights of `version`. `on_published` is called with
+    each version and where it is; `write` puts weights that no program has published where programs can load them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Batches,
+        *,
+        version: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        write: Callable[[int, Weights], str],
+        on_published: Callable[[int, str], None] = lambda version, where: None,
+    ) -> None:
+        self._model = model
+        self._batches = batches
+        self._tokenizer = tokenizer
+        self._write = write
+        self._on_published = on_published
+        self.version = version
+        self._where = ""
+        self._num_rows = 0
+        self._loop = asyncio.get_running_loop()
+        self._publishing = asyncio.Lock()
+        self._stepped: asyncio.Future[Metrics] | None = None
+
+    async def ready(self) -> None:
+        """Returns when programs outside can load the weights that training begins with."""
+        self._where = await asyncio.to_thread(self._write, self.version, trained_weights(self._model))
+        self._on_published(self.version, self._where)
+
+    async def begin_batch(self) -> None:
+        self._num_rows = 0
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        if not rows:
+            return
+        given = [name for name in OPTIONAL if all(getattr(row, name) is not None for row in rows)]
+        columns = {name: [getattr(row, name) for row in rows] for name in (*COLUMNS, *given)}
+        await self._batches.put(self.version, columns, versions=self.version)
+        self._num_rows += len(rows)
+
+    async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        raise LearnerError("a learner outside computes no log-probabilities for the run")
+
+    async def step(self) -> Metrics:
+        """Waits for a program outside. Ended by: `publish`."""
+        if not self._num_rows:
+            self.version += 1
+            self._on_published(self.version, self._where)
+            return {}
+        self._stepped = asyncio.get_running_loop().create_future()
+        await self._batches.close_groups([self.version])
+        return await self._stepped
+
+    def log_ratios(self) -> HalfFloats:
+        return np.zeros(0, np.float16)
+
+    def rank_seconds(self) -> list[float]:
+        return []
+
+    async def weights(self) -> Weights:
+        return {name: tensor.detach().clone() for name, tensor in trained_weights(self._model).items()}
+
+    async def snapshot(self) -> TorchSnapshot:
+        """In the format of the run's own learner, without moments: so it can be exported, and branched from."""
+        masters = {name: tensor.detach().float().cpu().clone() for name, tensor in trained_weights(self._model).items()}
+        state: OptimizerState = {"masters": masters, "buffers": {}, "moments": {}, "num_steps_done": self.version}
+        return TorchSnapshot(state)
+
+    def restore(self, folder: Path) -> None:
+        load_weights(self._model, read_trained(folder))
+        self._where = self._write(self.version, trained_weights(self._model))
+        self._loop.call_soon_threadsafe(self._on_published, self.version, self._where)
+
+    def save(self, path: Path) -> None:
+        save_trained(self._model, self._tokenizer, path)
+
+    async def close(self) -> None:
+        await self._batches.finish()
+
+    # ---- from outside --------------------------------------------------------------------------------------------------
+
+    async def publish(self, version: int, where: str, metrics: Metrics) -> None:
+        """The weights of `version`, in a folder or file of safetensors that this process can read. Raises `StoreError`."""
+        async with self._publishing:
+            if version <= self.version:
+                raise StoreError(f"twice: version {version} is there, the next one is {self.version + 1}")
+            if version > self.version + 1:
+                raise StoreError(f"wrong version: {version}, expected {self.version + 1}")
+            if self._stepped is None or self.version not in self._batches.leases:
+                raise StoreError(f"not claimed: the batch that gives version {version} was not claimed yet")
+            await asyncio.to_thread(self._load, where)
+            await self._batches.end(self.version)
+            self.version = version
+            self._where = where
+            self._on_published(version, where)
+            stepped, self._stepped = self._stepped, None
+            stepped.set_result(metrics)
+
+    def _load(self, where: str) -> None:
+        own, found = trained_weights(self._model), read_tensors(Path(where))
+        if missing := own.keys() - found.keys():
+            raise StoreError(f"malformed: {where} has no {sorted(missing)[0]}, and {len(missing) - 1} more are missing")
+        weights = {name: found[name] for name in own}
+        for name, tensor in weights.items():
+            if tensor.shape != own[name].shape or not tensor.is_floating_point():
+                shapes = f"{tensor.dtype} {list(tensor.shape)}, expected {own[name].dtype} {list(own[name].shape)}"
+                raise StoreError(f"malformed: {name} in {where} is {shapes}")
+        if names := names_not_finite(weights):
+            raise StoreError(f"malformed: {names[0]} in {where} has a value that is not finite")
+        with torch.no_grad():
+            load_weights(self._model, weights)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Of one file, or of all in a folder. Raises `StoreError`."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise StoreError(f"malformed: no file ends in .safetensors in {path}")
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"malformed: {path} cannot be read: {error}") from error
