@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
@@ -21,6 +23,23 @@ class EngineStats(NamedTuple):
     num_preempted: int = 0  # how often a request lost its part of the cache to others and was computed again later
     num_drafted: int = 0  # tokens of drafts that were checked
     num_accepted: int = 0  # tokens of drafts that were right
+
+
+class EngineLine(Struct, frozen=True, array_like=True):
+    """Where another process reaches an engine. The token is a secret: every process that has it may send requests."""
+
+    host: str
+    port: int
+    token: str
+
+
+@runtime_checkable
+class HasLine(Protocol):
+    """An engine that takes requests from other processes, too."""
+
+    async def line(self) -> EngineLine:
+        """Waits until the engine has started. Raises `EngineGone`."""
+        ...
 
 
 class Engine(Protocol):

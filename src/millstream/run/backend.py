@@ -20,13 +20,17 @@ from millstream.engine.native.host import ENGINE_START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
+from millstream.pipeline.workers import WorkerPlan
 from millstream.rpc.process import Launcher
 from millstream.run import build
 from millstream.run.build import HttpServers, RunEngine
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
-from millstream.run.config import RunConfig, scheduled_engine
+from millstream.run.config import RunConfig, scheduled_engine, uses_lines
+from millstream.run.rollout_worker import plan_workers
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
+from millstream.store.client import StoreClient
+from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
@@ -80,6 +84,10 @@ class Backend(Protocol):
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
+    def plan_workers(self, tokenizer: PreTrainedTokenizerBase) -> WorkerPlan | None:
+        """The rollout workers of the run, whose store is open. None: it has none."""
+        ...
+
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         """`learner`: gives weights once more if those that it published cannot be reached."""
         ...
@@ -96,6 +104,8 @@ class LocalBackend:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._store: SharedStore | None = None  # with rollout workers
+        self._client: StoreClient | None = None
 
     async def open(self, context: BackendContext) -> None:
         self._context = context
@@ -125,12 +135,28 @@ class LocalBackend:
         return build_scorers(self._config, self._context.model, saved)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
-        return MemoryStore(build.store_plan(self._config, stages))
+        tasks = build.store_plan(self._config, stages)
+        if not self._config.rollout.workers:
+            return MemoryStore(tasks)
+        self._store = await asyncio.to_thread(lambda: SharedStore(make_plan(tasks)))
+        self._client = await self._store.connect("pipeline")
+        return self._client
+
+    def plan_workers(self, tokenizer: PreTrainedTokenizerBase) -> WorkerPlan | None:
+        if self._store is None or self._client is None:
+            return None
+        has_lines = uses_lines(self._config) and build.has_process(self._config.engine, self._context.model)
+        store = self._store.plan, self._client
+        return plan_workers(self._config, tokenizer, store, self.launcher, has_lines=has_lines)
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         return LocalChannel()
 
     async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
         await asyncio.to_thread(self._engines.close)
 
 
@@ -156,6 +182,7 @@ class LocalEngines:
 
     def __init__(self, config: RunConfig, context: BackendContext) -> None:
         self._config = scheduled_engine(config)
+        self._has_lines = uses_lines(config)
         self._context = context
         self._servers: HttpServers | None = None
 
@@ -165,7 +192,13 @@ class LocalEngines:
             self._servers = self._servers or HttpServers(config, context.model, clock=context.clock, sink=context.sink)
             return self._servers.engine(name)
         return build.build_engine(
-            config, context.model, clock=context.clock, sink=context.sink, name=name, tokenizer=context.tokenizer
+            config,
+            context.model,
+            clock=context.clock,
+            sink=context.sink,
+            name=name,
+            tokenizer=context.tokenizer,
+            has_lines=self._has_lines,
         )
 
     def close(self) -> None:

@@ -195,11 +195,13 @@ def build_engine(
     sink: EventSink,
     name: str = "engine",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    has_lines: bool = False,
 ) -> RunEngine:
-    """`tokenizer`: for stop strings. Of several servers, each alone; together they are `HttpServers`."""
+    """`tokenizer`: for stop strings. Of several servers, each alone; together they are `HttpServers`. `has_lines`: a process of
+    ours takes requests of rollout workers."""
     match config.kind:
         case "torch":
-            return _torch_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
+            return _torch_engine(config, model, tokenizer, clock=clock, sink=sink, name=name, has_lines=has_lines)
         case "vllm":
             return build_vllm(config, model, clock=clock, sink=sink, name=name)
         case "http":
@@ -217,12 +219,13 @@ def _torch_engine(
     clock: Clock,
     sink: EventSink,
     name: str,
+    has_lines: bool,
 ) -> TorchEngine:
     """The engine has its own copy of all weights that training changes: only `load` changes it."""
     check_engine_device(config, is_gpu=model.device.type != "cpu")
     host: EngineHost
     if has_process(config, model):
-        host = local_process(model, config, tokenizer, name)
+        host = local_process(model, config, tokenizer, name, has_lines=has_lines)
     else:
         host = ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer))
     return TorchEngine(

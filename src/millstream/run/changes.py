@@ -62,7 +62,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_must_not("it decides what the rows of a rollout are", "environment.*.", "thinking"),
     **_may("now", "environment.*.", "max_concurrent step_timeout_s process"),
     **_may("rollouts", "rollout.", "group_size extra_members min_group_size max_parts max_tokens temperature stop"),
-    **_may("now", "rollout.", "retries timeout_s keep_gb"),
+    **_may("now", "rollout.", "retries timeout_s keep_gb workers"),
     **_may("schedule", "pipeline.", "steps groups_per_step max_lag auto_lag lockstep extra_groups surplus"),
     **_may("now", "pipeline.", "longest_first overdue max_restarts max_replaced_per_step stall_s deadline_s"),
     **_may("rollouts", "pipeline.", "filter_zero_signal"),
