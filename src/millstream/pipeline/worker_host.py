@@ -54,7 +54,7 @@ from millstream.types import Completion, Request, RequestKey, Rollout, Sampling,
 MAX_SHOWN_TOKENS = 256  # of a rollout that is not kept: as many as an event may show
 
 
-class _Message(Struct, frozen=True, tag=True, array_like=True): ...
+class _Message(Struct, tag=True, array_like=True): ...
 
 
 class PlayAttempt(_Message):
