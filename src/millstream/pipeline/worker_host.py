@@ -330,15 +330,15 @@ class DriverLine:
 
 
 def _head(part: Rollout) -> Rollout:
-    """The first tokens that were sampled."""
+    """The first tokens that were sampled, as an event may show them."""
     begin = int(part.loss_mask.argmax())
     shown = slice(begin, begin + MAX_SHOWN_TOKENS)
     return structs.replace(
         part,
         tokens=part.tokens[shown],
         loss_mask=part.loss_mask[shown],
-        logprobs=part.logprobs[shown],
-        versions=part.versions[shown],
+        logprobs=part.logprobs[:0],
+        versions=part.versions[:0],
     )
 
 

@@ -17,11 +17,11 @@ from millstream.clock import Clock
 from millstream.cluster.resources import check_ray_installed
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.host import ENGINE_START_S
-from millstream.events import EventSink
+from millstream.events import EventSink, WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
 from millstream.pipeline.workers import WorkerPlan
-from millstream.rpc.process import Launcher
+from millstream.rpc.process import Kind, Launcher, LocalLauncher, WorkerProcess
 from millstream.run import build
 from millstream.run.build import HttpServers, RunEngine
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
@@ -97,6 +97,18 @@ class Backend(Protocol):
         ...
 
 
+class LoggedLauncher(NamedTuple):
+    """Starts processes of this machine, each with an event."""
+
+    context: BackendContext
+
+    def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
+        worker = LocalLauncher(is_warm=True).launch(kind, target, name=name, descriptors=descriptors)
+        at = self.context.clock.now()
+        self.context.sink.emit(WorkerStarted(at=at, worker=name, what=kind, pid=worker.pid, node=""))
+        return worker
+
+
 class LocalBackend:
     """This process, and processes that it starts."""
 
@@ -147,7 +159,7 @@ class LocalBackend:
             return None
         has_lines = uses_lines(self._config) and build.has_process(self._config.engine, self._context.model)
         store = self._store.plan, self._client
-        return plan_workers(self._config, tokenizer, store, self.launcher, has_lines=has_lines)
+        return plan_workers(self._config, tokenizer, store, LoggedLauncher(self._context), has_lines=has_lines)
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         return LocalChannel()

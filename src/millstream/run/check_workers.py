@@ -43,6 +43,7 @@ def _refused(config: RunConfig) -> Iterator[str]:
             )
         if config.pipeline.is_in_lockstep:
             yield (
-                f"environment {one.shown} has max_concurrent = {one.max_concurrent}, with pipeline.max_lag = 0: each worker has "
-                f"its share of it, and rollouts of a step take their turns together. Leave max_concurrent out. Or: {INSTEAD}"
+                f"environment {one.shown} has max_concurrent = {one.max_concurrent}, with pipeline.max_lag = 0: each worker "
+                "has its share of it, and the rollouts of a step take their turns together. Leave max_concurrent out. "
+                f"Or: {INSTEAD}"
             )

@@ -1,7 +1,7 @@
 """Rollout workers: how a run starts them, and what runs in their processes. Imports torch.
 
-A worker (`pipeline.worker_host`) has the environments and rewards of the config, the tokenizer, a client of the store, and lines
-to the engines. It starts processes of environments and rewards itself, on its own node.
+A worker (`pipeline.worker_host`) has the environments and rewards of the config, the tokenizer, a client of the store, and
+lines to the engines. It starts processes of environments and rewards itself, on its own node.
 """
 
 from __future__ import annotations
