@@ -51,6 +51,9 @@ from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
 from millstream.pipeline.schema import REFERENCE, Stage, store_tasks
 from millstream.pipeline.sync import WeightSync
 from millstream.pipeline.waits import Waits
+from millstream.rpc.call import Channel
+from millstream.rpc.frames import FrameProtocol, Frames
+from millstream.rpc.process import LocalLauncher
 from millstream.run.advise import Advice, advise
 from millstream.run.calibrate import as_it_ran, calibrate
 from millstream.run.check import check_config
@@ -70,6 +73,7 @@ from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, Success, by_prompt, longer_is_harder
 from millstream.sim.learner import SimLearner, SimScorer
 from millstream.store import Reads, Want
+from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.store.segments import segment_folder
 from millstream.types import Sampling, Task

@@ -27,15 +27,21 @@ from millstream.engine.native.batching import Batcher
 from millstream.engine.native.build import cache_kind
 from millstream.engine.native.check import check_engine, requests
 from millstream.engine.native.drafts import DraftHistory
+from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.fused import unfuse
 from millstream.engine.native.fused_layer import LAYERS
 from millstream.engine.native.graphs import CudaRecorder, Graphs
+from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.pages import DecodePass
 from millstream.engine.native.plain import Norm, Normed, Projection
+from millstream.engine.native.process import ChannelLink
 from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sequence import TokenSequence
+from millstream.engine.native.worker import DecodeWorker
 from millstream.engine.vllm.config import VllmConfig
+from millstream.env.config import EnvironmentConfig
+from millstream.env.resolve import find_environment
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
@@ -61,9 +67,12 @@ from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine, build_environment, build_model, build_sampling
 from millstream.run.check import check_config
+from millstream.run.check_prompts import tokenizer_of
 from millstream.run.checkpoint import Checkpoints
+from millstream.run.config import ModelConfig, TinyConfig
 from millstream.run.evaluate import Evaluator, new_waits
 from millstream.run.prepare import Prepared, prepare_run
+from millstream.run.rollout_worker import plan_workers
 from millstream.run.serve_training import base_of
 from millstream.run.text import TokenizerText
 from millstream.serve.training.data import DataLimits, read_pass, row_of

@@ -13,13 +13,15 @@ MillstreamError
 │   ├── EnvironmentFailed      the environment raised
 │   │   └── SandboxLost            its sandbox could not be started, or died
 │   ├── RewardFailed           the reward raised, or returned something that is not a finite number
-│   └── RolloutTimeout         the episode ran past its time limit
+│   ├── RolloutTimeout         the episode ran past its time limit
+│   └── RolloutWorkerLost      the process that played it died
 ├── LearnerError           the learner broke, or its gradient is not finite
 │   └── LearnerGone            its processes died or do not answer: a restarted learner may succeed
 ├── WeightsError           weights that arrived are not those that were published
 │   ├── WeightsSuperseded      they are gone, a newer version is in their place: fetch that one
 │   └── WeightsUnreachable     a way to them failed, or there is none; names each that was tried
 ├── StoreError             a row, a column or a lease that is not there; a cell written twice
+│   ├── RowsLost               rows that were packed and not put in time, or whose process is gone
 │   ├── StreamEnded            nothing more will ever come for this claim
 │   └── StoreTimeout           no room, or nothing to claim, before the deadline that was asked for
 ├── WorkerError            a call to a worker process failed with an error that has no class here
@@ -93,6 +95,9 @@ class RewardFailed(RolloutError): ...
 class RolloutTimeout(RolloutError): ...
 
 
+class RolloutWorkerLost(RolloutError): ...
+
+
 class LearnerError(MillstreamError): ...
 
 
@@ -123,6 +128,9 @@ class ClusterError(MillstreamError): ...
 
 
 class StoreError(MillstreamError): ...
+
+
+class RowsLost(StoreError): ...
 
 
 class StreamEnded(StoreError): ...

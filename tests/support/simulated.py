@@ -56,6 +56,7 @@ from millstream.store import blocks
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
 from millstream.weights.local import LocalChannel
+from support.rollout_workers import FakeWorkers, LineSimEngine, StagingStore
 
 NUM_PROMPTS = 5  # of an epoch, where what was sampled for a prompt before has an effect
 
@@ -96,6 +97,9 @@ class World(Struct, frozen=True, kw_only=True):
     has_proximal: bool = False
     score_token_s: float = 1e-4
     records_turns: bool = False
+    workers: int = 0
+    has_lines: bool = False
+    keep_gb: float = 10.0
     seed: int = 0
 
 
@@ -167,6 +171,7 @@ class Others(NamedTuple):
     survivor: Callable[[], SimLearner]
 
 
+OnWorkers = Callable[[FakeWorkers], Coroutine[Any, Any, None]]
 NewLearner = Callable[[MemorySink], Others]
 OnFleet = Callable[[Fleet], Coroutine[Any, Any, None]]
 
@@ -215,7 +220,12 @@ def configs(world: World) -> tuple[PipelineConfig, RolloutConfig]:
         filter_zero_signal=world.filter_zero_signal,
         max_replaced_per_step=world.max_replaced_per_step,
     )
-    return config, RolloutConfig(group_size=world.group_size, extra_members=world.extra_members, retries=world.retries)
+    return config, RolloutConfig(
+        group_size=world.group_size,
+        extra_members=world.extra_members,
+        retries=world.retries,
+        keep_gb=world.keep_gb,
+    )
 
 
 def stages_of(world: World, critic: SimCritic | None) -> tuple[Stage, ...]:
@@ -245,6 +255,7 @@ def simulate(
     changed: Changed = UNCHANGED,
     new_learner: NewLearner | None = None,
     on_fleet: OnFleet | None = None,
+    on_workers: OnWorkers | None = None,
     learner: Learner | None = None,
     critic: SimCritic | None = None,
     outside: OutsideRollouts | None = None,
@@ -252,8 +263,8 @@ def simulate(
     **algorithm: object,
 ) -> Outcome:
     """Run to the end. Raises what stops the run: a `LagError`, a `Deadlock`, a `StallError`, ... With `on_fleet` engines are
-    replaced when they die, and that runs concurrently. `learner`, `critic`, `outside` and fields of `Algorithm` replace the default ones."""
-    parts = _Replaced(learner, critic, outside, rollouts, algorithm)
+    replaced when they die, and that runs concurrently; so does `on_workers`. `learner`, `critic`, `outside` and fields of `Algorithm` replace the default ones."""
+    parts = _Replaced(learner, critic, outside, rollouts, algorithm, on_workers)
     return run_virtual(
         _simulate(
             world, environment, num_tokens, after_step, on_pipeline, keeper, kept, changed, new_learner, on_fleet, parts
@@ -267,6 +278,7 @@ class _Replaced(NamedTuple):
     outside: OutsideRollouts | None
     rollouts: Callable[[MemorySink], RolloutSink]
     algorithm: Mapping[str, object]
+    on_workers: OnWorkers | None = None
 
 
 async def _simulate(
@@ -307,11 +319,11 @@ async def _simulate(
         has_proximal=world.has_proximal,
         is_in_lockstep=config.is_in_lockstep,
     )
-    store = MemoryStore(reads)
-    engines: list[SimEngine] = []
+    store = StagingStore(reads)
+    engines: list[LineSimEngine] = []
 
     def make(name: str) -> SimEngine:
-        engine = SimEngine(
+        engine = LineSimEngine(
             name=name,
             slots=world.slots,
             num_tokens=num_tokens or lognormal(world.mean_tokens, world.tail),
@@ -330,15 +342,16 @@ async def _simulate(
         fleet = fleet_of(make, world.num_engines, sink, is_queueing=not config.is_in_lockstep)
     channel = LocalChannel()
     await channel.publish(version, {"num_rows": learner.num_rows})
+    environment = environment or SimEnvironment(
+        num_turns=world.num_turns,
+        latency_s=uniform(0, world.latency) if world.latency else constant(0.0),
+        failure=world.failure,
+        success=world.success,
+    )
+    workers = FakeWorkers(environment, store, engines)
     parts = Parts(
         engines=tuple(engines),
-        environment=environment
-        or SimEnvironment(
-            num_turns=world.num_turns,
-            latency_s=uniform(0, world.latency) if world.latency else constant(0.0),
-            failure=world.failure,
-            success=world.success,
-        ),
+        environment=environment,
         learner=replaced.learner or (learner if others is None else others.learner),
         store=store,
         channel=channel,
@@ -350,6 +363,7 @@ async def _simulate(
         proximal=proximal,
         rollouts=replaced.rollouts(sink),
         records_turns=world.records_turns,
+        workers=workers.plan(world.workers, has_lines=world.has_lines) if world.workers else None,
     )
     algorithm = Algorithm(
         advantage=grpo,
@@ -379,6 +393,8 @@ async def _simulate(
     beside = []
     if fleet is not None and on_fleet is not None:
         beside = [asyncio.create_task(fleet.replace(pipeline.sync.adopt)), asyncio.create_task(on_fleet(fleet))]
+    if replaced.on_workers is not None:
+        beside.append(asyncio.create_task(replaced.on_workers(workers)))
     await pipeline.run()
     for task in beside:
         task.cancel()
@@ -435,6 +451,7 @@ def check(world: World, outcome: Outcome) -> None:
     assert serving and all(engine.version == len(steps) for engine in serving if not engine.is_gone)
 
     assert asyncio.run(outcome.store.stats()).rows == 0, "rows were left in the store"
+    assert not (outcome.store.packed if isinstance(outcome.store, StagingStore) else ()), "packed, and never put"
     assert outcome.pipeline.admission.outstanding == 0
     assert not outcome.pipeline.waits.active(), "somebody still waits"
     assert not any(engine.stats().running or engine.stats().waiting for engine in outcome.engines), (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import select
 import signal
 import socket
 import sys
@@ -21,7 +20,7 @@ from msgspec import Struct
 
 from millstream.rpc.frames import frame, keep_alive
 from millstream.rpc.process import HOST, NODE
-from millstream.rpc.serve import end_process
+from millstream.rpc.serve import end_process, exit_with
 from millstream.rpc.worker import serve_target
 
 CONNECT_S = 30.0
@@ -50,7 +49,7 @@ class RayProcess:
         connection.settimeout(None)
         keep_alive(connection)
         connection.sendall(frame(RayHello(ticket, os.getpid(), node)))
-        threading.Thread(target=_exit_with, args=(connection,), name="connection watch", daemon=True).start()
+        threading.Thread(target=exit_with, args=(connection,), name="connection watch", daemon=True).start()
         serve_connection(target, connection)
         last_resort = threading.Timer(EXIT_S, os._exit, (0,))  # a library may keep the interpreter from exiting
         last_resort.daemon = True
@@ -66,14 +65,6 @@ def serve_connection(target: str, connection: socket.socket) -> None:
     except BaseException:  # process boundary: Ray's log has the traceback, the run sees the connection close
         traceback.print_exc()
         _kill_group()
-
-
-def _exit_with(connection: socket.socket) -> None:
-    """Also while the worker does not read."""
-    closed = select.poll()
-    closed.register(connection, getattr(select, "POLLRDHUP", 0x2000) | select.POLLHUP | select.POLLERR)
-    closed.poll()
-    _kill_group()
 
 
 def _kill_group() -> None:

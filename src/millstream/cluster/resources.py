@@ -1,8 +1,8 @@
 """The `[resources]` table: what a run gets of a Ray cluster. Light: imports neither Ray nor torch.
 
 Every engine replica and every learner rank is a process with a share of CPUs and GPUs. Together they are one placement group: a
-run gets all of it or waits, so that two runs never hold half of what each needs. Environments, rewards and scorers take what is
-free outside of the group.
+run gets all of it or waits, so that two runs never hold half of what each needs. Rollout workers, environments, rewards and
+scorers take what is free outside of the group.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     """CPUs of each scorer: a reference, a critic, a proximal policy."""
     stage_gpus: float = 0.0
     """GPUs of each scorer."""
+    rollout_cpus: float = 0.0
+    """CPUs of each rollout worker."""
     environment_cpus: float = 0.0
     """CPUs of each process of an environment."""
     reward_cpus: float = 0.0
@@ -65,7 +67,7 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         shares = (self.engine_cpus, self.engine_gpus, self.learner_cpus, self.learner_gpus, self.stage_cpus)
-        more = (self.stage_gpus, self.environment_cpus, self.reward_cpus, self.reward_gpus)
+        more = (self.stage_gpus, self.rollout_cpus, self.environment_cpus, self.reward_cpus, self.reward_gpus)
         if min(*shares, *more) < 0 or self.patience_s <= 0:
             raise ValueError("CPUs and GPUs must be at least 0, patience_s above 0")
         if self.gpus is not None and self.gpus < 1:
@@ -99,6 +101,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
                 return self.learner_cpus, self.learner_gpus
             case "stage":
                 return self.stage_cpus, self.stage_gpus
+            case "rollout":
+                return self.rollout_cpus, 0.0
             case "environment":
                 return self.environment_cpus, 0.0
             case "reward":

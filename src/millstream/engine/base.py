@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -36,6 +36,23 @@ class EngineContext(Struct, frozen=True, kw_only=True, eq=False):
     max_length: int | None  # tokens of a prompt and its answer together. None: the model has no limit
     clock: Clock
     sink: EventSink
+
+
+class EngineLine(Struct, frozen=True, array_like=True):
+    """Where another process reaches an engine. The token is a secret: every process that has it may send requests."""
+
+    host: str
+    port: int
+    token: str
+
+
+@runtime_checkable
+class HasLine(Protocol):
+    """An engine that takes requests from other processes, too."""
+
+    async def line(self) -> EngineLine:
+        """Waits until the engine has started. Raises `EngineGone`."""
+        ...
 
 
 class Engine(Protocol):

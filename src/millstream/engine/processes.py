@@ -39,6 +39,7 @@ class EngineSupply(NamedTuple):
     first: Callable[[], WeightsRef]  # the weights to begin with: the whole model
     publish: Publish  # makes weights of this process available to an engine's process
     device: str  # "cuda", which is what the launcher lets the process see, or "cpu"
+    has_lines: bool = False  # whether our own engines take requests of rollout workers
 
 
 def process_engine(
@@ -59,7 +60,9 @@ def process_engine(
     if is_vllm:
         setup = vllm_setup(model, config, tokenizer, is_cpu=supply.device == "cpu", first=supply.first())
     else:
-        setup = engine_setup(model, config, tokenizer, device=supply.device, first=supply.first())
+        setup = engine_setup(
+            model, config, tokenizer, device=supply.device, first=supply.first(), has_lines=supply.has_lines
+        )
     host = ProcessHost(
         lambda: supply.launcher.launch("engine", VLLM_WORKER if is_vllm else ENGINE_WORKER, name=name),
         setup,

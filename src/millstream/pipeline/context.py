@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from millstream.clock import Clock
-from millstream.events import Event, EventSink
+from millstream.events import Event, EventSink, RolloutSpan
 from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
 from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.notify import Notifier, QuiescePoint
 from millstream.pipeline.waits import Waits
 from millstream.store import Store
-from millstream.types import Task
+from millstream.types import RequestKey, Task
 
 
 class GroupInFlight:
@@ -67,6 +68,28 @@ class RunContext:
 
     def emit(self, event: Event) -> None:
         self._sink.emit(event)
+
+    @contextmanager
+    def record_span(self, key: RequestKey, what: str) -> Iterator[Callable[[int], None]]:
+        """A part of a rollout, as an event: see `episode.RecordSpan`."""
+        began, tokens = self.now(), [0]
+        try:
+            yield tokens.append
+        finally:
+            self.emit_span(key, what, self.now() - began, tokens[-1])
+
+    def emit_span(self, key: RequestKey, what: str, seconds: float, num_tokens: int) -> None:
+        self.emit(
+            RolloutSpan(
+                at=self.now(),
+                group_id=key.group_id,
+                member=key.member,
+                attempt=key.attempt,
+                what=what,
+                seconds=seconds,
+                num_tokens=num_tokens,
+            )
+        )
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task that ends with the run; its error ends the run."""

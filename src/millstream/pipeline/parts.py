@@ -19,6 +19,7 @@ from millstream.learner import Critic, Follower, Learner
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.pipeline.schema import Stage
 from millstream.pipeline.waits import Waits
+from millstream.pipeline.workers import WorkerPlan
 from millstream.store import Store
 from millstream.types import FinishedGroup, Sampling, Task
 from millstream.weights import WeightChannel
@@ -61,6 +62,8 @@ class Parts(Struct, frozen=True, kw_only=True, eq=False):
     """Scores rows with the policy of the batch's start. None: the learner does so itself, if it needs it."""
     rollouts: RolloutSink = NO_ROLLOUTS
     """Keeps the rollouts."""
+    workers: WorkerPlan | None = None
+    """Play the rollouts, in processes of their own. None: they are played here."""
     records_turns: bool = False
     """Whether turns and named waits of rollouts are events (`RolloutSpan`)."""
 

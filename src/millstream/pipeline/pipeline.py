@@ -20,10 +20,12 @@ from typing import Any
 
 from millstream.errors import MillstreamError
 from millstream.events import GroupAdmitted, Status, Stepped
+from millstream.pipeline.attempts import AttemptHost, Attempts, RouterLine
 from millstream.pipeline.auto_lag import AutoLag
 from millstream.pipeline.batch import BatchTrainer, GroupTaker, TakenGroup
 from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.critic import CriticUpdates
+from millstream.pipeline.episode import Player
 from millstream.pipeline.grouping import members_of, rewards_of
 from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.lockstep import Gate
@@ -40,6 +42,8 @@ from millstream.pipeline.settle import GroupFinalizer
 from millstream.pipeline.stages import run_stage
 from millstream.pipeline.state import Checkpointer, PipelineState
 from millstream.pipeline.sync import WeightSync
+from millstream.pipeline.worker_host import HostSetup
+from millstream.pipeline.workers import RolloutWorkers
 from millstream.serving.router import Router
 from millstream.types import Fate, Metrics, Task
 
@@ -82,6 +86,7 @@ class Pipeline:
         self._config = config
         self._checkpointer = keeper
         self._is_stopping = False
+        self._workers: RolloutWorkers | None = None
         self.waits = parts.waits
         self._context = RunContext(
             store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink, rollouts=parts.rollouts
@@ -114,19 +119,46 @@ class Pipeline:
         self._auto_lag = self._build_auto_lag(config)
 
     def _build_rollouts(self, algorithm: Algorithm, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
+        line = RouterLine(self.router, self.waits, self.admission, gate)
         return Rollouts(
             self._context,
-            self._parts,
             rollout,
-            sampling=algorithm.sampling,
-            seed=seed,
+            self._build_host(line, algorithm, rollout, seed),
             router=self.router,
             admission=self.admission,
             finalizer=self._finalizer,
-            gate=gate,
+            is_in_lockstep=gate is not None,
             complete_with=complete_with(self._config, rollout),
             are_partial=algorithm.group_reward is not None,
         )
+
+    def _build_host(self, line: RouterLine, algorithm: Algorithm, rollout: RolloutConfig, seed: int) -> AttemptHost:
+        parts = self._parts
+        if parts.workers is not None:
+            setup = HostSetup(
+                sampling=algorithm.sampling,
+                seed=seed,
+                max_parts=rollout.max_parts,
+                timeout_s=rollout.timeout_s,
+                records_turns=parts.records_turns,
+                has_lines=line.gate is None and parts.workers.has_lines,
+                is_gated=line.gate is not None,
+                keeps_parts=rollout.keep_gb > 0,
+                patience_s=self.router.patience_s,
+                are_prefixes_kept=self.router.prefixes.are_kept,
+            )
+            self._workers = RolloutWorkers(parts.workers, setup, self._context, line)
+            return self._workers
+        player = Player(
+            environment=parts.environment,
+            sampling=algorithm.sampling,
+            run_seed=seed,
+            role="train",
+            max_parts=rollout.max_parts,
+            waits=self.waits,
+            record=self._context.record_span if parts.records_turns else None,
+        )
+        return Attempts(player, line, timeout_s=rollout.timeout_s, now=self._context.now)
 
     def _build_policy(self, gate: Gate | None, after_step: AfterStep | None) -> SchedulingPolicy:
         return SchedulingPolicy(
@@ -219,6 +251,8 @@ class Pipeline:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._context.tasks = tasks
+                if self._workers is not None:
+                    self._workers.open()
                 try:
                     yield
                 finally:
@@ -226,6 +260,9 @@ class Pipeline:
                     self._rollouts.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
+        finally:
+            if self._workers is not None:
+                await self._workers.close()
 
     def stop(self) -> None:
         """End as if the next step were the last, with a checkpoint."""

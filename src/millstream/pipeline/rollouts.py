@@ -8,26 +8,20 @@ survive weight updates: an episode continues with the version that its engine se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping
 
-import numpy as np
 from msgspec import UNSET, Struct, structs
 
-from millstream.errors import LagError
-from millstream.events import RolloutAborted, RolloutEnded, RolloutFailed, RolloutSpan, RolloutStarted
+from millstream.errors import RolloutWorkerLost, RowsLost
+from millstream.events import RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
 from millstream.events.rollouts import Attempt
 from millstream.events.rollouts.records import Outcome
 from millstream.pipeline.admission import Admission, Place
+from millstream.pipeline.attempts import AttemptEnd, AttemptHost, Failure, check_deadline, columns_of_rollout
 from millstream.pipeline.context import RunContext
-from millstream.pipeline.episode import EpisodeResult, Player
-from millstream.pipeline.limit import Limit
-from millstream.pipeline.lockstep import Gate
-from millstream.pipeline.parts import Parts
 from millstream.pipeline.settle import GroupFinalizer
 from millstream.serving.router import Router
-from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
+from millstream.types import RequestKey, Rollout, Task
 
 
 class RolloutConfig(Struct, frozen=True, kw_only=True):
@@ -49,6 +43,9 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     """A group with fewer survivors fails, by name. Groups of one need one."""
     timeout_s: float = 600.0
     """For one whole rollout, its reward included."""
+    workers: int = 0
+    """Processes that play rollouts: episodes, environments, rewards, and with engines that are processes also the requests to
+    them. 0: all of that is done in the process of the run."""
     keep_gb: float = 10.0
     """Space for rollouts in the run folder (`millstream rollouts RUN`). Beyond it, whole groups are sampled. 0: no rollouts."""
 
@@ -63,6 +60,8 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
             structs.force_setattr(self, "min_group_size", 1)
         if not 1 <= self.min_group_size <= self.group_size:
             raise ValueError("min_group_size must be between 1 and group_size")
+        if self.workers < 0:
+            raise ValueError(f"workers = {self.workers}: expected 0 (in the process of the run) or more")
         if self.extra_members < 0 or self.max_parts < 1 or not self.keep_gb >= 0:
             raise ValueError("extra_members and keep_gb must be at least 0, and max_parts at least 1")
 
@@ -83,52 +82,40 @@ class _Aborted(Exception):
 class _Member:
     """One member of a group, until it leaves."""
 
-    __slots__ = ("attempt", "is_done", "num_cut", "request", "task", "why")
+    __slots__ = ("attempt", "is_done", "task", "why")
 
     def __init__(self, first_attempt: int) -> None:
         self.task: asyncio.Task[None] | None = None
         self.attempt = first_attempt
-        self.request: RequestKey | None = None  # the turn that is being generated
         self.is_done = False  # its rollout has ended or was aborted: nothing is left to abort
         self.why = ""  # it is to be aborted for this reason
-        self.num_cut = 0  # tokens of the turn that an abort cut short
 
 
 class Rollouts:
-    """The members in flight. `complete_with`: how many ended rollouts complete a group, whose other members are then aborted.
-    None: all members are waited for. `gate`: in lockstep, every turn passes it. `are_partial`: rewards of a whole group are
-    added to those of its members later."""
+    """The members in flight. `host` plays their attempts. `complete_with`: how many ended rollouts complete a group, whose
+    other members are then aborted. None: all members are waited for. `is_in_lockstep`: loops wait for members that leave.
+    `are_partial`: rewards of a whole group are added to those of its members later."""
 
     def __init__(
         self,
         context: RunContext,
-        parts: Parts,
         config: RolloutConfig,
+        host: AttemptHost,
         *,
-        sampling: Sampling,
-        seed: int,
         router: Router,
         admission: Admission,
         finalizer: GroupFinalizer,
-        gate: Gate | None = None,
+        is_in_lockstep: bool = False,
         complete_with: int | None = None,
         are_partial: bool = False,
     ) -> None:
         self._context = context
         self._config = config
-        self._player = Player(
-            environment=parts.environment,
-            sampling=sampling,
-            run_seed=seed,
-            role="train",
-            max_parts=config.max_parts,
-            waits=context.waits,
-            record=self._record_span if parts.records_turns else None,
-        )
+        self._host = host
         self._router = router
         self._admission = admission
         self._finalizer = finalizer
-        self._gate = gate
+        self._is_in_lockstep = is_in_lockstep
         self._complete_with = complete_with
         self._are_partial = are_partial
         self._groups: dict[int, dict[int, _Member]] = {}
@@ -171,6 +158,7 @@ class Rollouts:
     def cancel(self) -> None:
         """The run is ending. No attempt begins any more, even if an environment ignores its cancellation."""
         self._is_ending = True
+        self._host.end()
         members = [member for group in self._groups.values() for member in group.values()]
         for task in [*(member.task for member in members), *self._closing]:
             if task is not None:
@@ -185,10 +173,10 @@ class Rollouts:
         try:
             while True:
                 key = RequestKey(group_id=group_id, member=number, attempt=member.attempt)
-                result, seconds = await self._attempt(key, member, task, place, last)
-                if result.parts:
-                    await self._put(key, result, seconds)
-                if result.parts or member.attempt == last:
+                end = await self._attempt(key, member, task, place, last)
+                if end.summary is not None and await self._put(key, member, end, last):
+                    break
+                if not self._is_retried(key, last):
                     break
                 member.attempt += 1
         except _Aborted:
@@ -206,7 +194,7 @@ class Rollouts:
                 await self._finalizer.close(group_id)
             finally:
                 self._closing.discard(task)
-        if self._gate is not None:  # otherwise no loop waits for a member that leaves
+        if self._is_in_lockstep:  # otherwise no loop waits for a member that leaves
             self._context.notifier.notify()
 
     def _abort_if_complete(self, group_id: int) -> None:
@@ -214,117 +202,93 @@ class Rollouts:
         if is_complete and not self._is_ending:
             self.abort(group_id, "its group is complete")
 
-    async def _put(self, key: RequestKey, result: EpisodeResult, seconds: float) -> None:
+    async def _put(self, key: RequestKey, member: _Member, end: AttemptEnd, last: int) -> bool:
         """Put a rollout's rows into the store. It counts as ended before that, since a full store may take a while: no member
-        too many may end meanwhile."""
-        group_id, parts = key.group_id, result.parts
+        too many may end meanwhile. False: the rows were lost with the worker that had packed them: the attempt has failed."""
+        group_id = key.group_id
         self._num_ended[group_id] += 1
         self._abort_if_complete(group_id)
-        columns = zip(*map(structs.astuple, parts), strict=True)
-        rows = {name: list(values) for name, values in zip(Rollout.__struct_fields__, columns, strict=True)}
         async with self._context.quiesce:
-            self._record_rollout(parts, seconds, result.reward_parts)
-            self._keep(key, parts, "ended", reward_parts=result.reward_parts)
-            put = self._context.store.put(group_id, rows, versions=min(part.start_version for part in parts))
-            await self._context.waits.on(f"group {group_id}", "room in the store", put)
+            try:
+                await self._context.waits.on(f"group {group_id}", "room in the store", self._put_rows(group_id, end))
+            except RowsLost as error:
+                self._num_ended[group_id] -= 1
+                member.is_done = False
+                self._fail(
+                    key, end, Failure(RolloutWorkerLost.__name__, str(error)), is_final=not self._is_retried(key, last)
+                )
+                return False
+            self._record_rollout(key, end)
+            self._keep(key, end.parts, "ended", reward_parts=end.reward_parts)
+        return True
 
-    async def _attempt(
-        self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
-    ) -> tuple[EpisodeResult, float]:
-        """One attempt, and how long it took; it has no part if it failed, which is data and not a crash."""
-        began, limit, owner = self._now(), Limit(self._config.timeout_s), owner_of(key)
-        self._context.emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
-        generate = partial(self._generate, member=member, place=place, owner=owner, limit=limit)
-        result = await self._player.play(
-            task, key, generate, owner=owner, limit=limit, is_aborted=lambda: bool(member.why)
+    async def _put_rows(self, group_id: int, end: AttemptEnd) -> None:
+        if end.rows is not None:
+            await end.rows.put()
+            return
+        oldest = min(part.start_version for part in end.parts)
+        await self._context.store.put(group_id, columns_of_rollout(end.parts), versions=oldest)
+
+    def _is_retried(self, key: RequestKey, last: int) -> bool:
+        """Whether an attempt that has failed is followed by another one."""
+        return key.attempt < last and key.group_id not in self._finalizer.cancelled
+
+    async def _attempt(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> AttemptEnd:
+        """One attempt; it has no summary if it failed, which is data and not a crash."""
+        self._context.emit(
+            RolloutStarted(at=self._now(), group_id=key.group_id, member=key.member, attempt=key.attempt)
         )
+        end = await self._host.play(key, task, place, lambda: bool(member.why))
         if self._is_ending and not member.why:
             raise asyncio.CancelledError
-        seconds = self._now() - began - limit.paused_s
         if member.why:
             member.is_done = True
-            self._record_abort(key, member, seconds, result.num_sampled)
-            self._keep(key, result.played, "aborted", member.why)
+            self._record_abort(key, member, end)
+            self._keep(key, end.parts, "aborted", member.why)
+            if end.rows is not None:
+                end.rows.drop()
             raise _Aborted
-        if result.failure is not None:
-            self._record_failure(key, result.failure, seconds, result.num_sampled, is_final=key.attempt == last)
-            self._keep(key, result.played, "failed", f"{type(result.failure).__name__}: {result.failure}")
-            return result, seconds
-        member.is_done = True
-        return result, seconds
-
-    async def _generate(
-        self, request: Request, *, member: _Member, place: Place, owner: str, limit: Limit
-    ) -> Completion:
-        """One turn, on an engine that is not older than the group's start."""
-        if self._gate is not None:
-            await self._pass_gate(self._gate, request.key, limit)
-        if self._admission.version > place.deadline:
-            raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self._admission.version}")
-        if member.why or self._is_ending:  # an environment that does not let itself be cancelled
-            raise asyncio.CancelledError
-        member.request = request.key
-        try:
-            with self._context.waits.idle(owner, "an engine"):  # rollout.timeout_s is its deadline
-                completion = await self._router.generate(request, floor=place.start)
-        finally:
-            member.request = None
-        if member.why:
-            member.num_cut = len(completion.tokens)
-            self._end_elsewhere(member)
-            raise asyncio.CancelledError
-        return completion
-
-    async def _pass_gate(self, gate: Gate, key: RequestKey, limit: Limit) -> None:
-        """In lockstep: wait for the other rollouts. That time does not count against the rollout's limit."""
-        what = "the other rollouts of the step"  # which have their timeouts
-        with limit.paused(), self._context.waits.idle(owner_of(key), what):
-            await gate.pass_through(key)
+        check_deadline(key, place, self._admission)
+        if end.failure is not None:
+            self._fail(key, end, end.failure, is_final=not self._is_retried(key, last))
+        else:
+            member.is_done = True
+        return end
 
     # ---- aborts ------------------------------------------------------------------------------------------------------
 
     def abort(self, group_id: int, why: str) -> None:
         """End its members in flight at once; those that have ended stay. They leave, and close the group, as soon as the engine
         has answered."""
-        for member in list(self._groups.get(group_id, {}).values()):
+        for number, member in list(self._groups.get(group_id, {}).items()):
             if not member.is_done and not member.why:
                 member.why = why
-                self._context.spawn(self._abort(member))
-
-    async def _abort(self, member: _Member) -> None:
-        is_with_engine = member.request is not None and await self._router.abort(member.request)
-        if not is_with_engine and not member.is_done and member.task is not None:
-            member.task.cancel()
-
-    @staticmethod
-    def _end_elsewhere(member: _Member) -> None:
-        """An environment may generate in tasks of its own: the end of one of them does not end the others."""
-        if member.task is not None and member.task is not asyncio.current_task() and not member.is_done:
-            member.task.cancel()
+                key = RequestKey(group_id=group_id, member=number, attempt=member.attempt)
+                self._context.spawn(self._host.abort(key))
 
     # ---- what happened -----------------------------------------------------------------------------------------------
 
-    def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float, reward_parts: Mapping[str, float]) -> None:
-        first, is_one = parts[0], len({part.agent for part in parts}) == 1
-        num_sampled = sum(int(np.count_nonzero(part.loss_mask)) for part in parts)
+    def _record_rollout(self, key: RequestKey, end: AttemptEnd) -> None:
+        summary = end.summary
+        assert summary is not None
         if self._context.lengths is not None:
-            self._context.lengths.add(self._context.groups[first.group_id].task_id, num_sampled)
+            self._context.lengths.add(self._context.groups[key.group_id].task_id, summary.num_sampled)
         self._context.emit(
             RolloutEnded(
                 at=self._now(),
-                group_id=first.group_id,
-                member=first.member,
-                attempt=first.attempt,
-                reward=first.reward,
-                rewards=[] if is_one else list({part.agent: part.reward for part in parts}.values()),
-                num_tokens=sum(len(part.tokens) for part in parts),
-                num_sampled=num_sampled,
-                num_parts=len(parts),
-                start_version=min(part.start_version for part in parts),
-                end_version=max(int(part.versions.max()) for part in parts),
-                finish=parts[-1].finish,
-                seconds=seconds,
-                reward_parts=dict(reward_parts) if len(reward_parts) > 1 else UNSET,
+                group_id=key.group_id,
+                member=key.member,
+                attempt=key.attempt,
+                reward=summary.reward,
+                rewards=summary.rewards,
+                num_tokens=summary.num_tokens,
+                num_sampled=summary.num_sampled,
+                num_parts=summary.num_parts,
+                start_version=summary.start_version,
+                end_version=summary.end_version,
+                finish=summary.finish,
+                seconds=end.seconds,
+                reward_parts=dict(end.reward_parts) if len(end.reward_parts) > 1 else UNSET,
                 is_partial=self._are_partial or UNSET,
             )
         )
@@ -349,44 +313,25 @@ class Rollouts:
             )
         )
 
-    def _record_failure(
-        self, key: RequestKey, error: Exception, seconds: float, num_sampled: int, *, is_final: bool
-    ) -> None:
-        self._finalizer.last_failure = f"{type(error).__name__}: {error}"
+    def _fail(self, key: RequestKey, end: AttemptEnd, failure: Failure, *, is_final: bool) -> None:
+        """The attempt has failed."""
+        self._finalizer.last_failure = f"{failure.error}: {failure.message}"
         self._context.emit(
             RolloutFailed(
                 at=self._now(),
                 group_id=key.group_id,
                 member=key.member,
                 attempt=key.attempt,
-                error=type(error).__name__,
-                message=str(error),
+                error=failure.error,
+                message=failure.message,
                 is_final=is_final,
-                seconds=seconds,
-                num_sampled=num_sampled,
+                seconds=end.seconds,
+                num_sampled=end.num_sampled,
             )
         )
+        self._keep(key, end.parts, "failed", f"{failure.error}: {failure.message}")
 
-    @contextmanager
-    def _record_span(self, key: RequestKey, what: str) -> Iterator[Callable[[int], None]]:
-        began, tokens = self._now(), [0]
-        try:
-            yield tokens.append
-        finally:
-            now = self._now()
-            self._context.emit(
-                RolloutSpan(
-                    at=now,
-                    group_id=key.group_id,
-                    member=key.member,
-                    attempt=key.attempt,
-                    what=what,
-                    seconds=now - began,
-                    num_tokens=tokens[-1],
-                )
-            )
-
-    def _record_abort(self, key: RequestKey, member: _Member, seconds: float, num_sampled: int) -> None:
+    def _record_abort(self, key: RequestKey, member: _Member, end: AttemptEnd) -> None:
         self._context.emit(
             RolloutAborted(
                 at=self._now(),
@@ -394,14 +339,10 @@ class Rollouts:
                 member=key.member,
                 attempt=key.attempt,
                 why=member.why,
-                seconds=seconds,
-                num_sampled=num_sampled + member.num_cut,
+                seconds=end.seconds,
+                num_sampled=end.num_sampled,
             )
         )
 
     def _now(self) -> float:
         return self._context.now()
-
-
-def owner_of(key: RequestKey) -> str:
-    return f"group {key.group_id} member {key.member}"

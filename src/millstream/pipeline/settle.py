@@ -334,14 +334,15 @@ class GroupFinalizer:
         await self._write(lease, order, columns)
 
     def _by_rollout(self, lease: Lease, order: Sequence[int]) -> list[Floats]:
-        """Members are compared agent by agent; every token of a part has the advantage of its member and agent."""
+        """Members are compared agent by agent; every token of a part has the advantage of its member and agent. Each is one
+        number, which the store keeps once."""
         of = {
             (member, own.agent): value
             for own in by_agent(lease)
             for member, value in zip(own.members, self._algorithm.advantage(own.rewards_G), strict=True)
         }
         members, agents, tokens = lease["member"], lease["agent"], lease["tokens"]
-        return [np.full(len(tokens[i]), of[members[i], agents[i]], dtype=np.float32) for i in order]
+        return [np.broadcast_to(np.float32(of[members[i], agents[i]]), (len(tokens[i]),)) for i in order]
 
     async def _write_nothing(self, lease: Lease) -> None:
         """Zeros, for consumers after settling that read these columns, though nothing of this group is trained."""

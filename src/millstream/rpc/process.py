@@ -22,7 +22,9 @@ from contextlib import suppress
 from typing import Literal, Protocol
 
 logger = logging.getLogger(__name__)
-Kind = Literal["engine", "learner", "stage", "environment", "reward"]  # which resources of a cluster a worker gets
+Kind = Literal[
+    "engine", "learner", "stage", "rollout", "environment", "reward"
+]  # which resources of a cluster a worker gets
 KEPT_LINES = 20
 STDERR_S = 1.0  # for the last lines of stderr to arrive after the exit
 NODE = "MILLSTREAM_NODE"  # environment variable of a cluster's worker: the name of its node

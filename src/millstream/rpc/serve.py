@@ -13,8 +13,10 @@ import faulthandler
 import logging
 import os
 import queue
+import select
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -125,6 +127,15 @@ def _fail(channel: Channel, packet: Packet, error: Exception) -> None:
     if not packet.number:
         raise error
     channel.fail(packet.number, error)
+
+
+def exit_with(connection: socket.socket) -> None:
+    """Blocks until the connection is closed, and ends this process. For a thread of a worker that may not read for a while."""
+    closed = select.poll()
+    closed.register(connection, getattr(select, "POLLRDHUP", 0x2000) | select.POLLHUP | select.POLLERR)
+    closed.poll()
+    sys.stderr.flush()
+    end_process()
 
 
 def exit_if_blocked(limit_s: float) -> None:

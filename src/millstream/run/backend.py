@@ -20,18 +20,22 @@ from millstream.cluster.resources import check_ray_installed
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.host import ENGINE_START_S
 from millstream.engine.processes import EngineSupply, LocalWeights, process_engine
-from millstream.events import EventSink
+from millstream.events import EventSink, WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
-from millstream.rpc.process import Launcher, LocalLauncher
+from millstream.pipeline.workers import WorkerPlan
+from millstream.rpc.process import Kind, Launcher, LocalLauncher, WorkerProcess
 from millstream.run import build
 from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
-from millstream.run.config import RunConfig, scheduled_engine
+from millstream.run.config import RunConfig, scheduled_engine, uses_lines
 from millstream.run.outside import build_outside_engine
 from millstream.run.places import Places
+from millstream.run.rollout_worker import plan_workers
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
+from millstream.store.client import StoreClient
+from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
@@ -86,6 +90,10 @@ class Backend(Protocol):
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
+    def plan_workers(self, tokenizer: PreTrainedTokenizerBase) -> WorkerPlan | None:
+        """The rollout workers of the run, whose store is open. None: it has none."""
+        ...
+
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         """`learner`: gives weights once more if those that it published cannot be reached."""
         ...
@@ -102,6 +110,18 @@ class ClosedStore(Protocol):
     async def close(self) -> None: ...
 
 
+class LoggedLauncher(NamedTuple):
+    """Starts processes of this machine, each with an event."""
+
+    context: BackendContext
+
+    def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
+        worker = LocalLauncher(is_warm=True).launch(kind, target, name=name, descriptors=descriptors)
+        at = self.context.clock.now()
+        self.context.sink.emit(WorkerStarted(at=at, worker=name, what=kind, pid=worker.pid, node=""))
+        return worker
+
+
 class LocalBackend:
     """This process, and processes that it starts."""
 
@@ -110,7 +130,9 @@ class LocalBackend:
     def __init__(self, config: RunConfig, places: Places) -> None:
         self._config = config
         self._places = places
-        self._store: Store | None = None  # one of the user's own
+        self._own_store: Store | None = None  # one of the user's own
+        self._store: SharedStore | None = None  # with rollout workers
+        self._client: StoreClient | None = None
 
     async def open(self, context: BackendContext) -> None:
         self._context = context
@@ -145,10 +167,21 @@ class LocalBackend:
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         plan, config = build.store_plan(self._config, stages), self._config.store
-        if not config.is_own:
+        if config.is_own:
+            self._own_store = imports.load_part("store", config.kind)(plan, **config.args)
+            return self._own_store
+        if not self._config.rollout.workers:
             return MemoryStore(plan)
-        self._store = imports.load_part("store", config.kind)(plan, **config.args)
-        return self._store
+        self._store = await asyncio.to_thread(lambda: SharedStore(make_plan(plan)))
+        self._client = await self._store.connect("pipeline")
+        return self._client
+
+    def plan_workers(self, tokenizer: PreTrainedTokenizerBase) -> WorkerPlan | None:
+        if self._store is None or self._client is None:
+            return None
+        has_lines = uses_lines(self._config) and self._engines.are_processes
+        store = self._store.plan, self._client
+        return plan_workers(self._config, tokenizer, store, LoggedLauncher(self._context), has_lines=has_lines)
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         config = self._config.weights
@@ -158,9 +191,13 @@ class LocalBackend:
         return channel
 
     async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
         await asyncio.to_thread(self._engines.close)
-        if isinstance(self._store, ClosedStore):
-            await self._store.close()
+        if isinstance(self._own_store, ClosedStore):
+            await self._own_store.close()
 
 
 def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
@@ -185,6 +222,7 @@ class LocalEngines:
 
     def __init__(self, config: RunConfig, context: BackendContext, places: Places) -> None:
         self._config = scheduled_engine(config)
+        self._has_lines = uses_lines(config)
         self._context = context
         self._places = places
         self._names: list[str] = []  # of all engines, in the order in which they were first made
@@ -221,7 +259,9 @@ class LocalEngines:
             self._weights = self._weights or LocalWeights(config, model)
         is_warm = config.kind == "torch" and model.device.type == "cpu"
         launcher = LocalLauncher(is_warm=is_warm, environment_of=lambda _: environment)
-        return EngineSupply(launcher, self._weights.first, self._weights.publish, model.device.type)
+        return EngineSupply(
+            launcher, self._weights.first, self._weights.publish, model.device.type, has_lines=self._has_lines
+        )
 
     def close(self) -> None:
         """Close what the engines share. Each engine is closed before."""

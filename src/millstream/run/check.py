@@ -32,6 +32,7 @@ from millstream.model.lora import check_lora
 from millstream.paths import writable_parent
 from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations, of_evaluation
 from millstream.run.check_machine import PlayedTasks, check_answers, checked_disk, checked_machine, checked_room
+from millstream.run.check_workers import check_workers
 from millstream.run.config import OutsideConfig, RunConfig, server_token, weight_ways
 from millstream.run.device import find_shape, heads_of
 from millstream.run.folder import check_free
@@ -110,6 +111,7 @@ def check_combinations(config: RunConfig) -> None:
     steps: tuple[Callable[[RunConfig], object], ...] = (
         to_toml,  # raises unless it is read back as it is written; for a config made in Python, that checks every value
         _check_sessions,
+        check_workers,
         _check_algorithm,
         _check_scorers,
         _check_proximal,

@@ -324,6 +324,12 @@ def scheduled_engine(config: RunConfig) -> EngineConfig:
     return structs.replace(config.engine, speculation="off") if is_in_lockstep else config.engine
 
 
+def uses_lines(config: RunConfig) -> bool:
+    """Whether rollout workers send requests to engines themselves, if those are processes of ours. Not in lockstep: requests
+    then reach engines in the order of their keys, which the driver alone can keep."""
+    return bool(config.rollout.workers) and config.engine.kind == "torch" and not config.pipeline.is_in_lockstep
+
+
 def server_token(config: HttpConfig) -> str | None:
     """The token of the engine's servers, if any. Raises `ConfigError` if its environment variable is not set."""
     if config.token_variable is None:

@@ -5,6 +5,7 @@ places.
     coordinator     the store's index (`cluster.store`), on the driver's node; payloads in shared memory on every node
     engine-0 ...    `engine.native.process` or `engine.vllm.worker`, each with its place in the run's placement group
     rank 0 ...      `learner.rank_worker`, likewise; rank 0 publishes weights to engines (`weights.transfer`)
+    rollouts-0 ...  `run.rollout_worker`, with `rollout.workers`, where there is room
     reference ...   `learner.scorer_worker`: a reference, a critic, a proximal policy, where there is room
     others          environments and rewards that run in processes, where there is room
 
@@ -40,14 +41,16 @@ from millstream.learner.fsdp import ClusterRanks, FsdpLearner
 from millstream.learner.messages import ObjectiveSource
 from millstream.model.load import model_weights
 from millstream.pipeline.schema import Stage
+from millstream.pipeline.workers import WorkerPlan
 from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
 from millstream.run.backend import BackendContext, LocalEngines
 from millstream.run.build_scorers import DurableCritic, Scorers, build_remote_scorers
-from millstream.run.config import RunConfig, scheduled_engine, weight_ways
+from millstream.run.config import RunConfig, scheduled_engine, uses_lines, weight_ways
 from millstream.run.places import Places, placed_bundles
 from millstream.run.replay import ReplayedLearner
+from millstream.run.rollout_worker import plan_workers
 from millstream.store import Store
 from millstream.store.client import StoreClient
 from millstream.types import Weights
@@ -146,7 +149,7 @@ class RayBackend:
             assert self._servers is not None
             return self._servers.make(name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
-        supply = EngineSupply(self, lambda: self._first, self._publish, device)
+        supply = EngineSupply(self, lambda: self._first, self._publish, device, has_lines=uses_lines(self._config))
         return process_engine(
             config, self._model, context.tokenizer, supply, clock=context.clock, sink=context.sink, name=name
         )
@@ -199,6 +202,12 @@ class RayBackend:
         self._emit_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
         self._client = await self._store.connect("pipeline")
         return self._client
+
+    def plan_workers(self, tokenizer: PreTrainedTokenizerBase) -> WorkerPlan | None:
+        if not self._config.rollout.workers or self._store is None or self._client is None:
+            return None
+        store, has_lines = (self._store.plan, self._client), uses_lines(self._config)
+        return plan_workers(self._config, tokenizer, store, self, has_lines=has_lines)
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         """Weights that were lost with the process that had staged them are staged again by the learner that replaced it."""

@@ -374,6 +374,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         sink=run.log,
         waits=run.waits,
         rollouts=await run.waits.on(OWNER, "the files of rollouts", asyncio.to_thread(open_rollouts, run)),
+        workers=await asyncio.to_thread(prepared.backend.plan_workers, prepared.tokenizer),
         records_turns=config.traces.opentelemetry is not None,
     )
     if run.found is None:

@@ -132,6 +132,10 @@ class Router:
         self.serving_versions()
         return self._newest
 
+    def expect(self, version: int) -> None:
+        """Some engine has served this version, as another process has seen: requests for it wait until it is seen here."""
+        self._newest = max(self._newest, version)
+
     def _serving(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if not replica.is_leaving]
 

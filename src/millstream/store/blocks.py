@@ -99,11 +99,11 @@ class ColumnLayout(Struct, array_like=True):
     """How one column is stored in the buffers."""
 
     name: str
-    kind: Literal["dense", "ragged", "packed"]
+    kind: Literal["dense", "ragged", "constant", "packed"]
     num_rows: int
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """dense: of the column; ragged: one number, the dimensions of a cell."""
+    """dense: of the column; ragged and constant: one number, the dimensions of a cell."""
     is_tensor: bool = False
     type: str = ""
     """packed: the type of all cells, as module:name; empty for types of MessagePack; `SEVERAL` if they differ."""
@@ -145,6 +145,8 @@ class Packing:
             return self._dense(name, np.array(cells), first.dtype.str, is_tensor=False)
         if is_alike and type(first) is np.ndarray and first.ndim > 0 and not first.dtype.hasobject:
             dtype, dims = first.dtype, first.ndim
+            if all(cell.dtype == dtype and cell.strides == (0,) for cell in cells):
+                return self._constant(name, cells, dtype)
             if all(cell.dtype == dtype and cell.ndim == dims for cell in cells):
                 return self._ragged(name, cells, dtype.str, is_tensor=False)
         if is_alike and (type(first) is np.ndarray or is_tensor(first)):
@@ -181,6 +183,14 @@ class Packing:
             size = int(shapes.prod(axis=1).sum())
         column.buffers.append(self._place([lengths], lengths.nbytes))
         column.buffers.append(self._place(flat, size * arrays[0].itemsize))
+        return column
+
+    def _constant(self, name: str, arrays: Sequence[AnyArray], dtype: np.dtype[Any]) -> ColumnLayout:
+        """Cells of one value each (`numpy.broadcast_to`), however long they are."""
+        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        values = np.array([array[0] if len(array) else 0 for array in arrays], dtype)
+        column = ColumnLayout(name, "constant", len(arrays), dtype.str, (1,), buffers=[])
+        column.buffers += (self._place([lengths], lengths.nbytes), self._place([values], values.nbytes))
         return column
 
     def _place(self, piece: Sequence[AnyArray] | bytes, size: int | None = None) -> tuple[int, int]:
@@ -230,6 +240,9 @@ class Block:
         if name not in self._flat:
             self._open(column)
         flat = self._flat[name]
+        if column.kind == "constant":
+            lengths = self._buffer(column, 0, np.int64)
+            return [np.broadcast_to(flat[i : i + 1], (int(lengths[i]),)) for i in range(start, start + count)]
         if column.kind != "ragged":
             return list(flat[start : start + count])
         starts = self._starts[name]
@@ -256,7 +269,7 @@ class Block:
             flat = as_tensor(flat, column.dtype)
         if column.kind == "dense":
             flat = flat.reshape(column.shape)
-        else:
+        elif column.kind == "ragged":
             sizes = self._buffer(column, 0, np.int64).reshape(column.num_rows, -1).prod(axis=1)
             self._starts[column.name] = [0, *np.cumsum(sizes).tolist()]
         self._flat[column.name] = flat

@@ -62,15 +62,20 @@ class Payloads:
 
     @asynccontextmanager
     async def packed(
-        self, *tables: Columns, num_rows: int = 0, deadline_s: float | None = None
+        self,
+        *tables: Columns,
+        num_rows: int = 0,
+        deadline_s: float | None = None,
+        inline_bytes: int = wire.INLINE_BYTES,
     ) -> AsyncIterator[list[wire.PackedBlock]]:
-        """The columns, packed: large ones are in a segment that is reserved for them. If the body fails, it is released."""
+        """The columns, packed: those above `inline_bytes` are in a segment that is reserved for them. If the body fails, it is
+        released."""
         blocks: list[wire.PackedBlock] = []
         names: list[str] = []
         try:
             for columns in tables:
                 packing = Packing(columns)
-                if packing.nbytes <= wire.INLINE_BYTES:
+                if packing.nbytes <= inline_bytes:
                     nbytes, data, segment = packing.nbytes, bytes(packing.to_bytes()), None
                 else:
                     segment = await self._fill(packing, num_rows, deadline_s, names)
@@ -184,6 +189,23 @@ class StoreClient:
             put = wire.PutRows(partition, groups, block, row_versions, counts, deadline_s)
             added: wire.RowsAdded = await self._connection.call(put)
         return range(added.first, added.first + added.count)
+
+    async def stage(self, columns: Columns, *, versions: int | Sequence[int] | None = None) -> wire.StagedRows:
+        """Pack rows here, for another client to put (`put_staged`) or to drop (`drop_staged`). Waits for room in the store."""
+        num_rows = num_rows_of(columns)
+        row_versions = each(UNVERSIONED if versions is None else versions, num_rows, "versions")
+        async with self._payloads.packed(columns, num_rows=num_rows, inline_bytes=0) as (block,):
+            return wire.StagedRows(block, row_versions, token_counts(columns, None, num_rows))
+
+    async def put_staged(self, group_id: int, rows: wire.StagedRows, *, partition: str = TRAIN) -> None:
+        """Put what another client has packed. Raises `RowsLost` if that is gone."""
+        groups = [group_id] * len(rows.versions)
+        await self._connection.call(wire.PutRows(partition, groups, rows.block, rows.versions, rows.tokens))
+
+    def drop_staged(self, rows: wire.StagedRows) -> None:
+        segment = rows.block.payload.segment
+        if segment is not None:
+            self._connection.tell(wire.ReleaseSegment(segment.name))
 
     async def write(self, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
         num_rows = num_rows_of(columns)

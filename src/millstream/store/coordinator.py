@@ -142,7 +142,7 @@ class Coordinator:
             case wire.ReserveSegment():
                 session.run(number, self._reserve(session, number, body))
             case wire.ReleaseSegment():
-                self._release(session, body.name)
+                self._release(self._reserver(session, body.name), body.name)
                 return session.remembered(number, wire.Accepted())
             case wire.WatchReady():
                 session.run(number, self._watch.wait(session.name, body))
@@ -251,12 +251,13 @@ class Coordinator:
     def _change_with_payload(self, session: ClientSession, number: int, change: wire.PayloadChange) -> wire.ReplyBody:
         """Reserved room is used if the change is made; if it is refused, the client releases it."""
         segments = wire.segments_of(change)
-        for segment in segments:
-            if segment.name not in session.reserved:
+        owners = [self._reserver(session, segment.name) for segment in segments]
+        for segment, owner in zip(segments, owners, strict=True):
+            if segment.name not in owner.reserved:
                 self.pool.check_exists(segment)
         answer = self._apply_and_record(session.name, number, change)
-        for segment in segments:
-            self._puts.use(*session.reserved.pop(segment.name, (0, 0)))
+        for segment, owner in zip(segments, owners, strict=True):
+            self._puts.use(*owner.reserved.pop(segment.name, (0, 0)))
             self.pool.adopt(segment)
         self._serve_after(change)
         return answer
@@ -270,6 +271,12 @@ class Coordinator:
         segment = self.pool.take(session.node, size)
         session.reserved[segment.name] = (body.num_rows, size)
         return session.remembered(number, wire.SegmentReserved(segment))
+
+    def _reserver(self, session: ClientSession, name: str) -> ClientSession:
+        """The client that has reserved a segment: this one, unless rows were staged by another."""
+        if name in session.reserved:
+            return session
+        return next((one for one in self.sessions.by_name.values() if name in one.reserved), session)
 
     def _release(self, session: ClientSession, name: str) -> None:
         room = session.reserved.pop(name, None)

@@ -88,7 +88,7 @@ class SharedStore:
     """A running store. Processes connect with `address`; `close` removes the folder of its segments."""
 
     def __init__(self, plan: StorePlan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._is_closing = False
         self._file = Path(plan.journal) / "plan.json"
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class SharedStore:
 
     @property
     def address(self) -> Address:
-        plan = self._plan
+        plan = self.plan
         return Address(host=plan.host, port=plan.port, token=plan.token, node=plan.node, folder=plan.memory)
 
     async def connect(self, name: str | None = None) -> StoreClient:
@@ -124,9 +124,9 @@ class SharedStore:
         while self._watching.is_alive():  # it may be restarting the process just now
             self.process.terminate()
             self._watching.join(0.1)
-        shutil.rmtree(self._plan.memory, ignore_errors=True)
-        if self._plan.is_temporary:
-            folders.remove(Path(self._plan.journal))
+        shutil.rmtree(self.plan.memory, ignore_errors=True)
+        if self.plan.is_temporary:
+            folders.remove(Path(self.plan.journal))
 
     def __enter__(self) -> SharedStore:
         return self

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 
-from millstream.errors import StoreError
+from millstream.errors import RowsLost
 from millstream.store.segments import SEGMENT_NAME, SegmentServer
 from millstream.store.sessions import ClientSessions
 from millstream.store.wire import Segment, StoreReply, UnlinkSegments
@@ -112,11 +112,11 @@ class SegmentPool:
         self._idle_bytes[segment.node] += segment.size
 
     def check_exists(self, segment: Segment) -> None:
-        """Raises `StoreError` if a segment that is not reserved (since a restart, or since its producer expired) is gone."""
+        """Raises `RowsLost` if a segment that is not reserved (since a restart, or since its producer expired) is gone."""
         is_here = segment.node == self._node
         is_there = segment.name in self._server.names() if is_here else segment.node in self.addresses()
         if not SEGMENT_NAME.fullmatch(segment.name) or segment.name in self.names or not is_there:
-            raise StoreError(f"the segment {segment.name} is gone, it was not filled in time: put the rows again")
+            raise RowsLost(f"the segment {segment.name} is gone, it was not filled in time: put the rows again")
 
     def addresses(self) -> dict[str, tuple[str, int]]:
         """By node: where its segment server listens, that of this node included."""

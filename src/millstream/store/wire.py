@@ -44,6 +44,15 @@ class Payload(Struct, frozen=True, array_like=True):
 PackedBlock = rows.BlockSpec[Payload]
 
 
+class StagedRows(Struct, frozen=True, array_like=True):
+    """Rows that one process has packed and another puts, by a message whose size does not depend on theirs. They are gone with
+    the process that packed them, until they are put."""
+
+    block: PackedBlock
+    versions: list[int]
+    tokens: list[int]
+
+
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +23,7 @@ from msgspec import UNSET
 
 from millstream.clock import Clock
 from millstream.engine import EngineStats, OnSampled
+from millstream.engine.base import EngineLine
 from millstream.engine.native.host import ENGINE_START_S, EngineHost
 from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Resume, WorkerReport, WorkerSpan
 from millstream.engine.request import check_request
@@ -81,6 +83,7 @@ class TorchEngine:
         self._orders: dict[int, _Waiter[None]] = {}
         self._stats = EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
         self._broken: EngineGone | None = None
+        self._line: Future[EngineLine] = Future()
         host.start(self._on_report)
 
     @property
@@ -148,6 +151,10 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    async def line(self) -> EngineLine:
+        """Of a worker process that has lines: see `engine.native.lines`."""
+        return await asyncio.shield(asyncio.wrap_future(self._line))
 
     async def close(self) -> None:
         await self._host.close()
@@ -221,6 +228,8 @@ class TorchEngine:
         if report.path is not None:
             at, path = self._clock.now(), report.path
             self._sink.emit(PathChosen(at=at, worker=self.name, path=path.name, why=path.why))
+        if report.line is not None:
+            self._line.set_result(report.line)
         if report.broken is not None:
             self._break(report.broken, EngineMisconfigured if report.is_raised else EngineGone)
 
@@ -258,6 +267,8 @@ class TorchEngine:
             waiters: list[_Waiter[Any]] = [*self._requests.values(), *self._orders.values()]
             self._requests.clear()
             self._orders.clear()
+        if not self._line.done():
+            self._line.set_exception(self._broken)
         _deliver([(waiter, None, self._broken) for waiter in waiters])
 
 

@@ -22,8 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.engine import EngineConfig
+from millstream.engine.base import EngineLine
 from millstream.engine.native.batching import Batcher
 from millstream.engine.native.build import batcher_of
+from millstream.engine.native.lines import LinkHub
 from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
 from millstream.errors import MillstreamError
 from millstream.model.adapters import add_adapters, lora_of
@@ -51,6 +53,7 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
     files: dict[str, bytes]  # the model's config and, for stop strings, the tokenizer: as they are saved
     has_tokenizer: bool
     first: WeightsRef  # the whole model
+    has_lines: bool = False  # whether it takes requests of rollout workers
 
 
 def engine_setup(
@@ -60,6 +63,7 @@ def engine_setup(
     *,
     device: str,
     first: WeightsRef,
+    has_lines: bool = False,
 ) -> EngineSetup:
     return EngineSetup(
         config=config,
@@ -69,6 +73,7 @@ def engine_setup(
         files=described(model, tokenizer),
         has_tokenizer=tokenizer is not None,
         first=first,
+        has_lines=has_lines,
     )
 
 
@@ -85,6 +90,8 @@ def serve_engine(connection: socket.socket) -> None:
     try:
         batcher = build_batcher(setup, link.fetch(setup.first))
         link.release()
+        if setup.has_lines:
+            link.open_lines()
     except Exception as error:  # process boundary: the engine gets the reason
         link.refuse(error)
     else:
@@ -114,7 +121,10 @@ class ChannelLink:
     """The worker's end of a connection: its setup, commands and offers in, reports out."""
 
     def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self._channel = Channel(connection)
+        self._hub: LinkHub | None = None
+        self._line: EngineLine | None = None  # to be reported
         self._setup_call = 0
         self._unread: list[Packet] = []  # commands that came with the setup
         self._offers: queue.SimpleQueue[tuple[int, WeightsRef]] = queue.SimpleQueue()
@@ -142,22 +152,36 @@ class ChannelLink:
             traceback.print_exception(error)
         self._channel.fail(self._setup_call, error)
 
+    def open_lines(self) -> None:
+        """Take requests of other processes, too."""
+        self._hub = LinkHub()
+        self._line = self._hub.address
+
     def receive(self, *, block: bool) -> list[Command]:
         while True:
             packets: list[Packet] | None = self._unread
             self._unread = []
-            packets = packets or self._channel.receive(block=block)
-            if packets is None:
-                return [Close()]
             commands: list[Command] = []
+            if not packets and self._hub is not None:
+                is_driver, commands = self._hub.wait(self._connection, block=block)
+                packets = self._channel.receive(block=False) if is_driver else []
+            elif not packets:
+                packets = self._channel.receive(block=block)
+            if packets is None:
+                return [*commands, self._close()]
             for packet in packets:
                 if packet.kind is PacketKind.CALL:
                     self._offers.put((packet.number, typed_decoder(Offer).decode(packet.body).ref))
                 else:
                     is_close = packet.kind is PacketKind.CLOSE
-                    commands.append(Close() if is_close else typed_decoder(Command).decode(packet.body))
+                    commands.append(self._close() if is_close else typed_decoder(Command).decode(packet.body))
             if commands or not block:
                 return commands
+
+    def _close(self) -> Close:
+        if self._hub is not None:
+            self._hub.close()
+        return Close()
 
     def _take_offers(self, take_offer: Callable[[WeightsRef], object]) -> None:
         while True:
@@ -170,7 +194,15 @@ class ChannelLink:
                 self._channel.answer(number, None)
 
     def send(self, report: WorkerReport) -> None:
-        self._channel.send(report)
+        if self._hub is None:
+            self._channel.send(report)
+            return
+        report = self._hub.split(report)
+        report.line = self._line
+        self._line = None
+        news = (report.finished, report.done, report.spans, report.sampled, report.refused)
+        if any(news) or report.broken or report.path or report.line:  # otherwise it is of lines alone
+            self._channel.send(report)
 
     def drain(self) -> None:
         self._channel.drain(CLOSE_S)

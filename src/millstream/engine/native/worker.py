@@ -12,7 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from millstream.engine.base import SPAN_S
+from millstream.engine.base import SPAN_S, EngineLine
 from millstream.engine.native.batching import Batcher
 from millstream.errors import EngineError, RequestRefused
 from millstream.types import Completion, ComputePath, Request, RequestKey, Sampled, Weights
@@ -84,6 +84,8 @@ class WorkerReport(Struct, array_like=True):
     num_drafted: int = 0  # this and the next: as in `EngineStats`
     num_accepted: int = 0
     path: ComputePath | None = None  # what computes from now on; None: the same as before
+    version: int = 0  # of the weights that sample the next token
+    line: EngineLine | None = None  # where other processes reach the worker; None: nowhere, or it was said before
 
 
 class Link(Protocol):
@@ -212,6 +214,7 @@ class DecodeWorker:
         report.num_accepted = self._batcher.num_accepted
         report.cache_used = self._batcher.cache_used
         report.swap_s = self._batcher.swap_s
+        report.version = self._batcher.version
         path = self._batcher.path
         report.path = None if path == self._path else path
         self._path = path

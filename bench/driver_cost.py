@@ -1,0 +1,389 @@
+"""What does the driver of a run handle per rollout, and how many turns a second do rollout workers play?
+
+1. Bytes through the driver's sockets and its processor time per rollout, for rollouts of 100, 1,000 and 10,000 tokens, played
+   in the driver (`rollout.workers = 0`) and by one worker.
+2. Turns a second with 1, 2, 4, ... workers (`--workers`), each with an engine of its own. It needs as many cores as there are
+   workers and engines, and three more.
+
+Engines are processes with Millstream's own protocol that answer a request at once, without a model; the learner does nothing.
+All else is that of a run: pipeline, router, lines, store, events, worker processes. Rollouts are not kept
+(`rollout.keep_gb = 0`). The figures of a run begin after its first third.
+
+    .venv/bin/python bench/driver_cost.py [--json] [--smoke] [--tokens 100,1000,10000] [--workers 1] [--steps 60]
+    .venv/bin/python bench/driver_cost.py --tokens 1000 --workers 1,2,4,8          # a machine with 16 cores or more
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from msgspec import Struct
+
+from internals import (
+    Algorithm,
+    Channel,
+    FrameProtocol,
+    Frames,
+    JsonlSink,
+    LocalChannel,
+    LocalLauncher,
+    MemoryStore,
+    Parts,
+    Pipeline,
+    Router,
+    SharedStore,
+    SimLearner,
+    Waits,
+    grpo,
+    make_plan,
+    seldom_collected,
+    store_tasks,
+)
+from millstream import PipelineConfig, RolloutConfig, RunConfig
+from millstream.clock import RealClock
+from millstream.env import Context
+from millstream.events import Event, RolloutEnded, Stepped
+from millstream.seeds import derive_seed
+from millstream.types import Completion, ComputePath, Finish, Request, RequestKey, Sampling, Task, Weights
+from report import Options, Row, alone, cost, publish, rate, say
+
+GROUPS, MEMBERS, SHOWN = 16, 8, 16
+STEP_S = 600.0
+
+
+# ---- engines that answer at once ---------------------------------------------------------------------------------------
+
+
+class InstantSetup(Struct, frozen=True):
+    num_tokens: int
+
+
+class InstantBatcher:
+    """In place of `engine.native.batching.Batcher`: a request is answered in the next step."""
+
+    swap_s = cache_used = 0.0
+    num_preempted = num_drafted = num_accepted = waiting = 0
+    path = ComputePath("instant")
+
+    def __init__(self, num_tokens: int) -> None:
+        self.version = 0
+        self.tokens_generated = 0
+        self._tokens = tuple(7 + number % 50 for number in range(num_tokens))
+        self._logprobs = (-0.5,) * num_tokens
+        self._requests: deque[Request] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def running(self) -> int:
+        return len(self._requests)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        return self.tokens_generated, 0, 0, 0
+
+    def add(self, request: Request, *, is_watched: bool = False) -> None:
+        self._requests.append(request)
+
+    def take_unreported(self) -> list[Any]:
+        return []
+
+    def abort(self, key: RequestKey) -> list[tuple[RequestKey, Completion]]:
+        found = [request for request in self._requests if request.key == key]
+        for request in found:
+            self._requests.remove(request)
+        return [(key, Completion(tokens=(), logprobs=(), versions=(), finish=Finish.ABORT)) for _ in found]
+
+    def abort_all(self) -> list[tuple[RequestKey, Completion]]:
+        return [ended for request in list(self._requests) for ended in self.abort(request.key)]
+
+    def load(self, version: int, weights: Weights) -> None:
+        self.version = version
+
+    def settle(self) -> list[tuple[RequestKey, Completion]]:
+        return []
+
+    def step(self) -> list[tuple[RequestKey, Completion]]:
+        requests = list(self._requests)
+        self._requests.clear()
+        return [(request.key, self._answer(request)) for request in requests]
+
+    def _answer(self, request: Request) -> Completion:
+        num = min(len(self._tokens), request.sampling.max_tokens)
+        self.tokens_generated += num
+        return Completion(
+            tokens=self._tokens[:num], logprobs=self._logprobs[:num], versions=(self.version,) * num, finish=Finish.STOP
+        )
+
+
+def serve_instant(connection: socket.socket) -> None:
+    from internals_torch import ChannelLink, DecodeWorker
+
+    class InstantLink(ChannelLink):
+        def weights(self) -> Weights:
+            return {}
+
+        def release(self) -> None: ...
+
+    link = InstantLink(connection)
+    setup = link.first(InstantSetup)
+    if setup is not None:
+        link.open_lines()
+        link.begin(lambda ref: None)
+        DecodeWorker(InstantBatcher(setup.num_tokens), link).run()  # type: ignore[arg-type]
+        link.drain()
+
+
+def instant_engine(name: str, num_tokens: int, sink: Any) -> Any:
+    from internals_torch import ProcessHost, TorchEngine
+
+    class InstantHost(ProcessHost):
+        def offer(self, version: int, weights: Weights) -> None:
+            """There are none."""
+
+    host = InstantHost(
+        lambda: LocalLauncher().launch("engine", "driver_cost:serve_instant", name=name),
+        InstantSetup(num_tokens),
+        lambda version, weights: None,  # type: ignore[arg-type, return-value]
+        name=name,
+        answer_s=300.0,
+    )
+    return TorchEngine(host, slots=256, max_length=None, clock=RealClock(), sink=sink, name=name)
+
+
+# ---- the environment ---------------------------------------------------------------------------------------------------
+
+
+async def play(context: Context, num_turns: int = 4) -> float:
+    """Some turns, each after a few tokens."""
+    shown = list(range(SHOWN))
+    for _ in range(num_turns):
+        await context.generate(shown)
+    return float(derive_seed(context.seed, "reward") % 2)
+
+
+# ---- a run -------------------------------------------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    rollouts: int
+    bytes: int
+    processor_s: float
+    at: float
+
+
+class Measured(NamedTuple):
+    """Of one run, after its first third."""
+
+    bytes_per_rollout: float
+    processor_ms: float
+    turns_per_s: float
+
+
+class CountingSink:
+    """Writes events as a run does, and counts."""
+
+    def __init__(self, path: Path, begin: int, end: int) -> None:
+        self._file = JsonlSink(path)
+        self._marks = {begin, end}
+        self.num_rollouts = 0
+        self.num_bytes = 0
+        self.counted: list[Counted] = []
+
+    def emit(self, event: Event) -> None:
+        self._file.emit(event)
+        if isinstance(event, RolloutEnded):
+            self.num_rollouts += 1
+        elif isinstance(event, Stepped) and event.version in self._marks:
+            now = Counted(self.num_rollouts, self.num_bytes, time.process_time(), time.monotonic())
+            self.counted.append(now)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def counting_bytes(self) -> Iterator[None]:
+        """Of every connection of this process that carries frames."""
+        send, receive = Channel._send, Frames._receive
+        tell, hear = FrameProtocol.send, FrameProtocol.data_received
+
+        def counted_send(channel: Channel, data: bytes) -> None:
+            self.num_bytes += len(data)
+            send(channel, data)
+
+        def counted_receive(frames: Frames, **options: Any) -> list[bytes] | None:
+            found = receive(frames, **options)
+            self.num_bytes += sum(map(len, found or ()))
+            return found
+
+        def counted_tell(protocol: FrameProtocol, message: Any) -> None:
+            transport = protocol.transport
+            assert transport is not None
+            write = transport.write
+
+            def counted_write(data: Any) -> None:
+                self.num_bytes += len(data)
+                write(data)
+
+            with patch.object(protocol, "transport", _Writing(transport, counted_write)):
+                tell(protocol, message)
+
+        def counted_hear(protocol: FrameProtocol, data: bytes) -> None:
+            self.num_bytes += len(data)
+            hear(protocol, data)
+
+        with (
+            patch.object(Channel, "_send", counted_send),
+            patch.object(Frames, "_receive", counted_receive),
+            patch.object(FrameProtocol, "send", counted_tell),
+            patch.object(FrameProtocol, "data_received", counted_hear),
+        ):
+            yield
+
+
+class _Writing:
+    """A transport whose writes are counted."""
+
+    def __init__(self, transport: Any, write: Any) -> None:
+        self._transport = transport
+        self.write = write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def config_of(num_workers: int, options: argparse.Namespace) -> RunConfig:
+    from internals_torch import EnvironmentConfig, ModelConfig, TinyConfig
+
+    return RunConfig(
+        model=ModelConfig(tiny=TinyConfig()),
+        environment=(EnvironmentConfig(use=f"{__file__}:play", args={"num_turns": options.turns}),),
+        rollout=RolloutConfig(group_size=MEMBERS, workers=num_workers, keep_gb=0.0, max_tokens=1 << 20),
+        pipeline=PipelineConfig(
+            steps=options.steps, groups_per_step=GROUPS, max_lag=2, filter_zero_signal=False, deadline_s=STEP_S
+        ),
+    )
+
+
+async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace) -> Measured:
+    from internals_torch import TokenizerText, build_environment, find_environment, plan_workers, tokenizer_of
+
+    config = config_of(num_workers, options)
+    tokenizer = tokenizer_of(config.model)
+    reads = store_tasks([], has_critic=False, has_proximal=False, is_in_lockstep=False)
+    with tempfile.TemporaryDirectory() as folder:
+        sink = CountingSink(Path(folder) / "events.jsonl", options.steps // 3, options.steps)
+        names = [f"engine-{number}" for number in range(max(1, num_workers))]
+        engines = [instant_engine(name, num_tokens // options.turns - SHOWN, sink) for name in names]
+        shared = SharedStore(make_plan(reads)) if num_workers else None
+        client = None if shared is None else await shared.connect("pipeline")
+        plan = None
+        if shared is not None and client is not None:
+            plan = plan_workers(config, tokenizer, (shared.plan, client), None, has_lines=True)
+        kinds = [find_environment(one) for one in config.environment]
+        environment = build_environment(kinds, TokenizerText(tokenizer=tokenizer), [])
+        learner, channel, clock = SimLearner(token_s=0.0), LocalChannel(), RealClock()
+        await channel.publish(0, {})
+        parts = Parts(
+            engines=tuple(engines),
+            environment=environment,
+            learner=learner,
+            store=client or MemoryStore(reads),
+            channel=channel,
+            clock=clock,
+            sink=sink,
+            waits=Waits(clock=clock, sink=sink, stall_s=STEP_S, deadline_s=STEP_S),
+            workers=plan,
+        )
+        tasks = ((0, Task(id=f"task-{number}", prompt="?")) for number in itertools.count())
+        algorithm = Algorithm(advantage=grpo, sampling=Sampling(max_tokens=1 << 20), micro_batch_tokens=1 << 20)
+        router = Router(engines, patience_s=STEP_S, clock=clock, sink=sink)
+        pipeline = Pipeline(
+            parts, tasks, algorithm, config=config.pipeline, rollout=config.rollout, seed=0, router=router
+        )
+        try:
+            with sink.counting_bytes(), seldom_collected():
+                await pipeline.run()
+        finally:
+            for engine in engines:
+                await engine.close()
+            if shared is not None and client is not None:
+                await client.close()
+                await asyncio.to_thread(shared.close)
+            sink.close()
+    begin, end = sink.counted
+    rollouts = end.rollouts - begin.rollouts
+    return Measured(
+        (end.bytes - begin.bytes) / rollouts,
+        1000 * (end.processor_s - begin.processor_s) / rollouts,
+        rollouts * options.turns / (end.at - begin.at),
+    )
+
+
+def measure(num_tokens: int, num_workers: int, options: argparse.Namespace) -> Measured:
+    found = asyncio.run(one_run(num_tokens, num_workers, options))
+    say(f"{num_tokens} tokens, {num_workers} workers: {found}")
+    return found
+
+
+def driver_rows(options: argparse.Namespace) -> Iterator[Row]:
+    for num_tokens in options.tokens:
+        without, with_one = measure(num_tokens, 0, options), measure(num_tokens, 1, options)
+        workload, peer = f"rollouts of {num_tokens:,} tokens, {options.turns} turns", "rollout.workers = 0"
+        yield cost(
+            workload,
+            "bytes through the driver's sockets per rollout",
+            with_one.bytes_per_rollout,
+            peer,
+            without.bytes_per_rollout,
+            digits=0,
+        )
+        yield cost(
+            workload, "ms of the driver's processor per rollout", with_one.processor_ms, peer, without.processor_ms
+        )
+
+
+def turn_rows(options: argparse.Namespace) -> Iterator[Row]:
+    first: Measured | None = None
+    for num_workers in options.workers:
+        found = measure(options.tokens[0], num_workers, options)
+        workload = f"{num_workers} workers, rollouts of {options.tokens[0]:,} tokens, {os.cpu_count()} cores"
+        if first is None:
+            first = found
+            yield alone(workload, "turns/s", found.turns_per_s, digits=0)
+        else:
+            linear = first.turns_per_s * num_workers / options.workers[0]
+            yield rate(workload, "turns/s", found.turns_per_s, "linear in workers", linear, digits=0)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",") if one]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--tokens", [100, 1000, 10000], smoke=[100], kind=numbers, help="of a rollout, all turns together")
+    parser.add("--workers", [1], smoke=[1], kind=numbers, help="numbers of workers for turns/s")
+    parser.add("--turns", 4, help="of a rollout")
+    parser.add("--steps", 60, smoke=6, help=f"of a run; each trains {GROUPS} groups of {MEMBERS}")
+    options = parser.parse(argv)
+    rows = list(driver_rows(options)) if options.workers[0] <= 1 and len(options.workers) == 1 else []
+    publish([*rows, *turn_rows(options)], options)
+
+
+if __name__ == "__main__":
+    main()

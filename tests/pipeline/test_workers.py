@@ -1,0 +1,205 @@
+"""Rollout workers on the virtual clock: what holds of a run without them holds with them, and when they are killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import NoReturn
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from millstream.errors import EngineError, MillstreamError, RowsLost
+from millstream.events import (
+    Event,
+    GroupLeft,
+    GroupTaken,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutSpan,
+    RolloutStarted,
+    Stepped,
+)
+from millstream.sim.draws import constant
+from millstream.types import Fate
+from support.rollout_workers import FakeWorkers, StagingStore
+from support.simulated import Outcome, World, check, simulate
+from support.worlds import unless_all_fail, worlds
+
+LOST = "RolloutWorkerLost"
+
+
+def killer(times: Sequence[float]) -> object:
+    """Kills the worker with the most attempts at each of these times."""
+
+    async def kill(workers: FakeWorkers) -> None:
+        for time in sorted(times):
+            await asyncio.sleep(max(0.0, time - asyncio.get_running_loop().time()))
+            busy = sorted(workers.living, key=lambda worker: len(worker.host._tasks))
+            if busy:
+                busy[-1].kill()
+
+    return kill
+
+
+def without_times(events: Sequence[Event], *kinds: type[Event]) -> list[Event]:
+    return [replace(event, at=0.0) for event in events if isinstance(event, kinds)]
+
+
+@settings(max_examples=100)
+@given(world=worlds, num=st.integers(1, 3), has_lines=st.booleans())
+def test_in_any_world_rollouts_that_are_played_by_workers_are_neither_too_old_nor_lost_nor_doubled(
+    world: World, num: int, has_lines: bool
+) -> None:
+    world = replace(world, workers=num, has_lines=has_lines)
+    with unless_all_fail(world):
+        check(world, simulate(world))
+
+
+@settings(max_examples=100)
+@given(
+    world=worlds,
+    num=st.integers(1, 3),
+    has_lines=st.booleans(),
+    times=st.lists(st.floats(0.0, 20.0), min_size=1, max_size=3),
+)
+def test_whenever_workers_are_killed_every_attempt_ends_once_and_every_group_leaves_once(
+    world: World, num: int, has_lines: bool, times: list[float]
+) -> None:
+    world = replace(world, workers=num, has_lines=has_lines, retries=2)
+    with unless_all_fail(world):
+        outcome = simulate(world, on_workers=killer(times))
+        check(world, outcome)
+        attempts = Counter((e.group_id, e.member, e.attempt) for e in outcome.sink.of(RolloutStarted))
+        assert set(attempts.values()) <= {1}
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_in_lockstep_workers_change_nothing_of_what_is_trained(num: int) -> None:
+    world = World(max_lag=0, num_engines=2, num_turns=2, latency=1.0, failure=0.1, group_size=3, groups_per_step=3)
+
+    def trained(world: World) -> list[Event]:
+        outcome = simulate(world)
+        check(world, outcome)
+        return without_times(outcome.sink.events, GroupTaken, GroupLeft, Stepped)
+
+    ended = [replace(event, seconds=0.0) if isinstance(event, Stepped) else event for event in trained(world)]
+    with_workers = trained(replace(world, workers=num))
+    assert [replace(event, seconds=0.0) if isinstance(event, Stepped) else event for event in with_workers] == ended
+
+
+def test_a_killed_worker_fails_its_attempts_by_name_they_are_retried_and_the_worker_is_replaced() -> None:
+    world = World(steps=4, workers=2, has_lines=True, retries=2)
+    started: list[FakeWorkers] = []
+
+    async def kill(workers: FakeWorkers) -> None:
+        started.append(workers)
+        await asyncio.sleep(0.5)
+        workers.workers[0].kill()
+
+    outcome = simulate(world, on_workers=kill)
+    check(world, outcome)
+    failed = outcome.sink.of(RolloutFailed)
+    assert failed and {event.error for event in failed} == {LOST}
+    assert all("rollout worker 0 is gone: killed" in event.message for event in failed)
+    ended = {(e.group_id, e.member): e.attempt for e in outcome.sink.of(RolloutEnded)}
+    assert all(ended[event.group_id, event.member] == event.attempt + 1 for event in failed)
+    assert len(started[0].workers) == 3
+
+
+def test_rows_that_are_lost_before_they_are_put_fail_the_attempt_and_its_retry_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(steps=3, workers=1, has_lines=True, surplus="abort", extra_members=1, filter_zero_signal=False)
+    put, lost = StagingStore.put_staged, iter([True])
+
+    async def lose_one(store: StagingStore, group_id: int, rows: object) -> None:
+        if next(lost, False):
+            store.drop_staged(rows)  # type: ignore[arg-type]
+            raise RowsLost("gone")
+        await put(store, group_id, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StagingStore, "put_staged", lose_one)
+    outcome = simulate(world)
+    check(world, outcome)
+    assert [(event.error, event.is_final) for event in outcome.sink.of(RolloutFailed)] == [(LOST, False)]
+    sizes = {event.num_members for event in outcome.sink.of(GroupLeft) if event.fate is Fate.TRAINED}
+    assert sizes == {world.group_size}
+
+
+def test_a_worker_that_only_dies_ends_the_run_by_its_reason() -> None:
+    async def kill(workers: FakeWorkers) -> None:
+        while True:
+            for worker in workers.living:
+                worker.kill()
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(MillstreamError, match="rollout worker 0 died 6 times, and played nothing in between: killed"):
+        simulate(World(workers=1, retries=100), on_workers=kill)
+
+
+def test_an_engine_that_dies_is_replaced_though_only_workers_had_requests_there() -> None:
+    world = World(steps=6, workers=2, has_lines=True, num_engines=2)
+
+    async def break_one(fleet: object) -> None:
+        await asyncio.sleep(1.0)
+        fleet.router.engines[0].crash("broken")  # type: ignore[attr-defined]
+
+    outcome = simulate(world, on_fleet=break_one)
+    check(world, outcome)
+    assert len(outcome.engines) == 3
+    assert not outcome.sink.of(RolloutFailed), "its requests continued elsewhere"
+
+
+def test_without_any_engine_the_run_ends_with_the_reason() -> None:
+    world = World(steps=6, workers=2, has_lines=True)
+
+    async def break_all(fleet: object) -> None:
+        def no_more(name: str) -> NoReturn:
+            raise EngineError("no room for it")
+
+        fleet._make = no_more  # type: ignore[attr-defined]
+        await asyncio.sleep(1.0)
+        fleet.router.engines[0].crash("broken")  # type: ignore[attr-defined]
+
+    with pytest.raises(EngineError):
+        simulate(world, on_fleet=break_all)
+
+
+def test_turns_are_events_as_without_workers() -> None:
+    world = World(steps=2, num_turns=3, records_turns=True)
+
+    def spans(world: World) -> Counter[tuple[str, int]]:
+        return Counter((event.what, event.num_tokens) for event in simulate(world).sink.of(RolloutSpan))
+
+    assert spans(replace(world, workers=2)) == spans(world) != Counter()
+
+
+def test_what_passes_between_driver_and_worker_for_a_rollout_does_not_depend_on_its_length() -> None:
+    def num_bytes(num_tokens: int) -> float:
+        world = World(steps=3, workers=1, has_lines=True, keep_gb=0.0, num_turns=2)
+        started: list[FakeWorkers] = []
+
+        async def watch(workers: FakeWorkers) -> None:
+            started.append(workers)
+
+        outcome = simulate(world, num_tokens=constant(num_tokens), on_workers=watch)
+        total = sum(worker.num_bytes for worker in started[0].workers)
+        return total / len(outcome.sink.of(RolloutEnded))
+
+    assert num_bytes(1000) < 1.05 * num_bytes(300)
+
+
+def test_groups_that_fail_with_their_worker_leave_as_failed() -> None:
+    world = World(steps=3, workers=1, has_lines=True, retries=0)
+
+    async def kill(workers: FakeWorkers) -> None:
+        await asyncio.sleep(0.05)
+        workers.workers[0].kill()
+
+    outcome: Outcome = simulate(world, on_workers=kill)
+    check(world, outcome)
+    assert Fate.FAILED in {event.fate for event in outcome.sink.of(GroupLeft)}

@@ -1,0 +1,89 @@
+"""Rollout workers as processes: a real model, a real engine process, the store of many processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec import structs
+
+from millstream import train
+from millstream.audit import audit
+from millstream.config import load
+from millstream.env.config import EnvironmentConfig
+from millstream.errors import ConfigError
+from millstream.events import GroupLeft, RolloutEnded, RolloutFailed, RolloutStarted, Stepped, WorkerStarted
+from millstream.events.sinks import read_events
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig
+from support.commands import run_command, start_command
+from support.runs import ROOT, command, steps_of, until
+
+SMALL = {"pipeline.steps": 2, "data.size": 100, "rollout.max_tokens": 8, "checkpoint.every_steps": 1}
+
+
+def test_with_max_lag_0_two_workers_give_the_weights_of_a_run_without_workers_bit_for_bit(tmp_path: Path) -> None:
+    weights = []
+    for workers in (0, 2):
+        run_dir = tmp_path / str(workers) / "run"
+        done = run_command(command(run_dir, SMALL | {"pipeline.max_lag": 0, "rollout.workers": workers}))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not audit(run_dir).problems
+        weights.append((run_dir / "model/model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_with_a_clean_audit(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    changes = SMALL | {"pipeline.steps": 8, "rollout.workers": 2, "rollout.retries": 2, "engine.process": "true"}
+    process = start_command(command(run_dir, changes))
+    try:
+        until(lambda: steps_of(run_dir) >= 2, process)
+        started = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, WorkerStarted)]
+        assert [event.worker for event in started] == ["rollouts-0", "rollouts-1"]
+        os.kill(started[0].pid, signal.SIGKILL)
+        assert process.wait(120) == 0, process.stdout.read() if process.stdout else ""
+    finally:
+        process.kill()
+    assert not audit(run_dir).problems
+    events = list(read_events(run_dir / "events.jsonl"))
+    started = [event for event in events if isinstance(event, WorkerStarted)]
+    assert sorted(event.worker for event in started) == ["rollouts-0", "rollouts-0", "rollouts-1"]
+    assert not any(psutil.pid_exists(event.pid) for event in started)
+    assert {event.error for event in events if isinstance(event, RolloutFailed)} <= {"RolloutWorkerLost"}
+    begun = [(e.group_id, e.member, e.attempt) for e in events if isinstance(e, RolloutStarted)]
+    ended = [(e.group_id, e.member) for e in events if isinstance(e, RolloutEnded)]
+    assert len(set(begun)) == len(begun) and len(set(ended)) == len(ended)
+    assert len([event for event in events if isinstance(event, Stepped)]) == 8
+    assert len({event.group_id for event in events if isinstance(event, GroupLeft)}) == sum(
+        isinstance(event, GroupLeft) for event in events
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "what"),
+    [
+        ({}, ["data.sessions=true"], "data.sessions: such a run plays no rollouts. Set rollout.workers = 0"),
+        ({"max_concurrent": 1}, [], "set rollout.workers = 1 at most, or max_concurrent higher"),
+        ({"max_concurrent": 1000}, ["pipeline.max_lag=0"], "max_concurrent = 1000, with pipeline.max_lag = 0"),
+        ({"use": "__main__:play"}, [], 'which no other process imports: name it "file.py:name"'),
+        ({"use": "agent"}, [], "is an agent, whose endpoint is in the process of the run"),
+    ],
+)
+def test_what_workers_cannot_do_is_refused_with_what_to_type(
+    environment: dict[str, Any], settings: list[str], what: str
+) -> None:
+    config = load(ROOT / "recipes/demo.toml", RunConfig, ["rollout.workers=2", *settings])
+    with pytest.raises(ConfigError) as error:
+        check_combinations(structs.replace(config, environment=(EnvironmentConfig(**environment),)))
+    found = [str(error.value), *getattr(error.value, "__notes__", [])]
+    assert any(what in one for one in found), found
+
+
+def test_a_reward_that_was_passed_from_python_is_refused() -> None:
+    with pytest.raises(ConfigError, match="was passed to train, which no other process has"):
+        train(load(ROOT / "recipes/demo.toml", RunConfig, ["rollout.workers=1"]), reward=lambda task, said: 1.0)

@@ -1,0 +1,81 @@
+"""Rows that one process packs and another puts, and columns that do not grow with their cells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from millstream.errors import RowsLost
+from millstream.store import Reads
+from millstream.store.blocks import Block, Packing
+from millstream.store.client import StoreClient
+from millstream.store.host import SharedStore, make_plan
+
+COLUMNS = {"tokens": [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)], "reward": [0.5, 1.0]}
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[SharedStore]:
+    with SharedStore(make_plan({"train": Reads(("tokens", "reward"))}, disconnect_s=0.05)) as store:
+        yield store
+
+
+async def claimed(client: StoreClient, group_id: int) -> list[list[int]]:
+    await client.close_groups([group_id])
+    lease = await client.claim("train")
+    assert lease.group_id == group_id
+    tokens = [row.tolist() for row in lease["tokens"]]
+    await client.acknowledge(lease)
+    return tokens
+
+
+def test_rows_that_one_client_has_packed_are_put_by_another_with_a_message_that_names_them(store: SharedStore) -> None:
+    async def run() -> None:
+        worker, driver = await store.connect("worker"), await store.connect("driver")
+        rows = await worker.stage(COLUMNS, versions=3)
+        assert rows.versions == [3, 3] and rows.tokens == [5, 9]
+        assert rows.block.payload.data is None, "the payload is in a segment, however small it is"
+        assert (await driver.stats()).rows == 0
+        await driver.put_staged(1, rows)
+        await worker.close()
+        assert await claimed(driver, 1) == [list(range(5)), list(range(9))]
+        await driver.close()
+
+    asyncio.run(run())
+
+
+def test_packed_rows_that_were_dropped_or_whose_process_is_gone_are_lost_and_the_rest_stays_usable(
+    store: SharedStore,
+) -> None:
+    async def run() -> None:
+        worker, driver = await store.connect("worker"), await store.connect("driver")
+        dropped, orphaned, kept = [await worker.stage(COLUMNS) for _ in range(3)]
+        driver.drop_staged(dropped)
+        with pytest.raises(RowsLost, match="is gone"):
+            await driver.put_staged(2, dropped)
+        await driver.put_staged(3, kept)
+        await worker.close()
+        await asyncio.sleep(0.5)  # more than the time in which a client may reconnect
+        with pytest.raises(RowsLost, match="is gone"):
+            await driver.put_staged(4, orphaned)
+        assert await claimed(driver, 3) == [list(range(5)), list(range(9))]
+        assert (await driver.stats()).rows == 0
+        await driver.close()
+
+    asyncio.run(run())
+
+
+def test_cells_of_one_value_each_take_the_room_of_that_value() -> None:
+    def packed(length: int) -> Packing:
+        lengths = (length, 0, 1)
+        values = np.array([0.5, 1.0, -2.0], np.float32)
+        return Packing({"advantages": [np.broadcast_to(v, (n,)) for v, n in zip(values, lengths, strict=True)]})
+
+    assert packed(10_000).nbytes == packed(10).nbytes
+    cells = Block(packed(10_000).to_bytes()).cells("advantages", 0, 3)
+    expected = [np.full(10_000, 0.5, np.float32), np.zeros(0, np.float32), np.full(1, -2.0, np.float32)]
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(cells, expected, strict=True))
+    assert [len(cell) for cell in Block(packed(10).to_bytes()).cells("advantages", 1, 2)] == [0, 1]
