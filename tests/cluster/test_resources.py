@@ -137,7 +137,9 @@ def test_weights_have_a_way_to_every_engine_on_whichever_gpu_it_is_and_a_dry_run
     assert f"checked: weights reach engines by {said}" in check_config(config).findings
 
 
-def test_a_proximal_policy_beside_the_learner_is_on_no_gpu_of_its_and_over_nodes_there_is_a_way_through_the_host() -> None:
+def test_a_proximal_policy_beside_the_learner_is_on_no_gpu_of_its_and_over_nodes_there_is_a_way_through_the_host() -> (
+    None
+):
     beside = run(f"{COLOCATED}\n[learner]\nmini_batches = 2\n[proximal]")
     assert weight_ways(beside, is_one_node=True) == ("ipc", "shared")
     assert weight_ways(run(COLOCATED), is_one_node=False) == ("ipc", "shared", "nccl", "broadcast")

@@ -290,5 +290,5 @@ def gathered(own: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         torch.distributed.gather(sent)
         return None
     whole = own.new_empty(num_ranks * share, *shape[1:])
-    torch.distributed.gather(sent, list(whole.split(share)))
+    torch.distributed.gather(sent, list(whole.split(share)))  # type: ignore[no-untyped-call]
     return whole[: shape[0]]
