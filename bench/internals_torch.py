@@ -4,6 +4,7 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
+import atexit
 import copy
 import importlib
 import os
@@ -46,7 +47,7 @@ from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.learner.check import check_learner, packed_rows
-from millstream.learner.fsdp import FsdpLearner
+from millstream.learner.fsdp import ClusterRanks, FsdpLearner
 from millstream.learner.messages import ObjectiveSource
 from millstream.learner.optimizer import AdamSettings
 from millstream.learner.packing import Packer
@@ -57,6 +58,7 @@ from millstream.model.load import (
     check_layers,
     load_model,
     load_tokenizer,
+    model_weights,
     new_model,
     save_model,
     set_up_cpu,
@@ -65,6 +67,7 @@ from millstream.model.load import (
 from millstream.model.lora import LoraConfig
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
+from millstream.rpc.process import LocalLauncher
 from millstream.run.build import build_engine, build_environment, build_model, build_sampling
 from millstream.run.check import check_config
 from millstream.run.check_prompts import tokenizer_of
@@ -79,10 +82,10 @@ from millstream.serve.training.data import DataLimits, read_pass, row_of
 from millstream.serve.training.losses import loss_named
 from millstream.serve.training.protobuf import write_field
 from millstream.weights import TransferWay
-from millstream.weights.transfer import WeightsRef
+from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.broadcast import why_no_nccl
 from millstream.weights.transfer.fetcher import WeightsFetcher
-from millstream.weights.transfer.publisher import WeightsPublisher
+from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
 
 
 def engine_of(config: EngineConfig, model: Any) -> Engine:
@@ -105,12 +108,31 @@ def qwen3(*, hidden: int, layers: int, heads: int, dim: int, words: int, context
     )
 
 
-def ranks_of(model: Any, ranks: int) -> FsdpLearner:
-    """A learner of so many ranks, each a process of this machine."""
+def ranks_of(model: Any, ranks: int, *, is_cluster: bool = False) -> FsdpLearner:
+    """A learner of so many ranks, each a process of this machine. `is_cluster`: weights are sent as on a cluster."""
     source = ObjectiveSource(
         function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(Recipe(algorithm=None))
     )
-    return FsdpLearner(model, LearnerConfig(ranks=ranks), source)
+    return FsdpLearner(model, LearnerConfig(ranks=ranks), source, cluster=_cluster(model) if is_cluster else None)
+
+
+def _cluster(model: Any) -> ClusterRanks:
+    delivery = Delivery(ways=("shared",))
+
+    def publish(weights: Any) -> WeightsRef:
+        publisher = open_publisher(delivery)
+        atexit.register(publisher.close)
+        return publisher.put(0, weights.items())
+
+    return ClusterRanks(
+        launcher=LocalLauncher(is_warm=True),
+        host="127.0.0.1",
+        node="",
+        first=publish(model_weights(model)),
+        publish=publish,
+        delivery=delivery,
+        device="cpu",
+    )
 
 
 def device_name() -> str:

@@ -49,6 +49,7 @@ class Peaks(NamedTuple):
     loading: int
     publishing: int
     writing: int
+    on_cluster: int  # publishing, by rank 0 alone
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -116,15 +117,22 @@ def measure(folder: Path, ranks: int) -> tuple[Sizes, Peaks]:
     checkpoint.mkdir()
     with watching(ranks_of(model, ranks)) as watch:
         peaks = asyncio.run(work(watch.learner, watch, checkpoint))
+    with watching(ranks_of(model, ranks, is_cluster=True)) as watch:
+        peaks = peaks._replace(on_cluster=asyncio.run(publishing_of(watch.learner, watch)))
     return Sizes(sum(sizes), sum(shards), max(sizes)), peaks
+
+
+async def publishing_of(learner: RunLearner, watch: Watch) -> int:
+    await learner.ready()
+    before = watch.now()
+    await learner.weights()
+    return watch.above(before)
 
 
 async def work(learner: RunLearner, watch: Watch, folder: Path) -> Peaks:
     await learner.ready()
     loading = watch.above_imports()
-    before = watch.now()
-    await learner.weights()
-    publishing = watch.above(before)
+    publishing = await publishing_of(learner, watch)
     row = TrainRow(
         tokens=np.arange(8, dtype=np.int32),
         loss_mask=np.arange(8) > 0,
@@ -136,7 +144,7 @@ async def work(learner: RunLearner, watch: Watch, folder: Path) -> Peaks:
     await learner.step()
     before = watch.now()
     (await learner.snapshot()).write(folder)
-    return Peaks(loading, publishing, watch.above(before))
+    return Peaks(loading, publishing, watch.above(before), 0)
 
 
 def rows_of(ranks: int, parameters: int, sizes: Sizes, found: Peaks) -> Iterator[Row]:
@@ -148,6 +156,8 @@ def rows_of(ranks: int, parameters: int, sizes: Sizes, found: Peaks) -> Iterator
     yield cost(workload, loading, found.loading / MIB, "the whole model in float32", sizes.whole / MIB, digits=0)
     publishing = "MiB more to publish weights"
     yield cost(workload, publishing, found.publishing / MIB, "the largest tensor", sizes.largest / MIB, digits=0)
+    on_cluster = "MiB more to publish weights as on a cluster (rank 0)"
+    yield cost(workload, on_cluster, found.on_cluster / MIB, "the largest tensor", sizes.largest / MIB, digits=0)
     writing = "MiB more to write a checkpoint (masters and two moments are copied)"
     yield cost(workload, writing, found.writing / MIB, "3 x float32 shard", 3 * sizes.shard / MIB, digits=0)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,6 +40,7 @@ from millstream.learner import Learner, LearnerConfig, RunLearner
 from millstream.learner.fsdp import ClusterRanks, FsdpLearner
 from millstream.learner.messages import ObjectiveSource, TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
 from millstream.learner.packing import deal
+from millstream.learner.rank_worker import own_device
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters
@@ -633,6 +635,19 @@ def test_rows_of_one_prompt_stay_on_one_rank_unless_the_balance_suffers() -> Non
     assert not together[0] & together[1]
     apart = prompts_by_rank([member(1, 10) for _ in range(4)])
     assert apart == [{1}, {1}]
+
+
+def test_a_rank_uses_the_only_gpu_that_it_sees_or_of_several_the_one_with_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def device(rank: int, device: str = "cuda") -> str:
+        plan: Any = SimpleNamespace(rank=rank, device=device)
+        return str(own_device(plan))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [device(rank) for rank in (0, 3)] == ["cuda:0", "cuda:3"] and device(3, "cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # CUDA_VISIBLE_DEVICES of its process
+    assert device(3) == "cuda:0"
 
 
 def test_ranks_below_one_are_refused() -> None:

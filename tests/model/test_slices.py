@@ -25,17 +25,18 @@ from support.tiny import CONFIGS, make
 def test_a_model_without_weights_has_the_names_the_ties_and_the_buffers_of_one_with_them(
     name: str, lora: LoraConfig | None
 ) -> None:
-    model = make(name)
+    model = make(name).bfloat16()
     if lora is not None:
         add_adapters(model, lora, seed=1)
     with parameters_on_meta():
-        empty = model_from(described(model), dtype="float32", lora=lora)
+        empty = model_from(described(model), dtype="bfloat16", lora=lora)
     own, theirs = (list(one.named_parameters(remove_duplicate=False)) for one in (empty, model))
     assert all(parameter.is_meta for _, parameter in own)
+    assert {parameter.dtype for _, parameter in own} == {torch.bfloat16}
     assert [(n, p.shape, p.requires_grad) for n, p in own] == [(n, p.shape, p.requires_grad) for n, p in theirs]
     assert [n for n, _ in empty.named_parameters()] == [n for n, _ in model.named_parameters()], "tied ones count once"
     buffers = dict(empty.named_buffers())
-    assert buffers and all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
+    assert buffers and all(torch.equal(value, buffers[key]) for key, value in make(name).named_buffers())
     assert not any(parameter.is_meta for parameter in make(name).parameters()), "only within the block"
 
 

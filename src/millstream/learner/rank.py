@@ -279,16 +279,14 @@ def own_slice(tensor: Any) -> slice:
 
 
 def gathered(own: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """The whole tensor on rank 0, from the slices of all ranks; None on the others. A collective."""
-    num_ranks = torch.distributed.get_world_size()
-    share = -(-shape[0] // num_ranks)
-    sent = own
-    if len(own) < share:
-        sent = own.new_zeros(share, *shape[1:])
-        sent[: len(own)] = own
+    """The whole tensor on rank 0, from the slices of all ranks; None on the others. A collective. Slices are received in their
+    places: gloo's `gather` would make another copy of the whole."""
     if torch.distributed.get_rank():
-        torch.distributed.gather(sent)
+        if len(own):
+            torch.distributed.send(own, 0)
         return None
-    whole = own.new_empty(num_ranks * share, *shape[1:])
-    torch.distributed.gather(sent, list(whole.split(share)))
-    return whole[: shape[0]]
+    whole, share = own.new_empty(shape), max(1, -(-shape[0] // torch.distributed.get_world_size()))
+    whole[: len(own)] = own
+    for sender, begin in enumerate(range(share, shape[0], share), 1):
+        torch.distributed.recv(whole[begin : begin + share], sender)
+    return whole

@@ -115,8 +115,9 @@ class RankServer:
         other. No rank ever has the whole model."""
         self._rank.check_finite()
         if self._shared is not None:
+            place = slices_of(self._shared.views)
             for name, part, value in self._rank.slices(self._dtype):
-                self._shared.views[name][part].copy_(value)
+                place(name, part).copy_(value)
             return None
         weights = self._rank.weights(self._dtype)
         if self._publisher is not None:

@@ -72,7 +72,8 @@ def sharded_rank(
 ) -> Rank:
     """One rank of those in the mesh. The model has its parameters on the meta device (`model.slices`): the rank reads its own
     slice of each, and never has the whole model."""
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    is_gpu = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
     policy, proximal = make_policies(
         model,
         config,

@@ -52,6 +52,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
         peft.inject_adapter_in_model(lora, model, adapter_name=NAME)
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():
+        for part in (layer.lora_A[NAME], layer.lora_B[NAME]):  # on the meta device peft leaves them in float32
+            part.to(layer.get_base_layer().weight.dtype)
         down = layer.lora_A[NAME].weight
         random = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
         down.data.copy_(random)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -36,7 +37,7 @@ def parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta:  # one that is there already is tied to another
             module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -99,7 +100,7 @@ def checkpoint_files(model: PreTrainedModel) -> CheckpointFiles | None:
 
 
 @torch.no_grad()
-def _is_equal(file: safe_open, name: str, own: Tensor) -> bool:
+def _is_equal(file: Any, name: str, own: Tensor) -> bool:
     """A dtype that is wider here than in the file has the same numbers."""
     if tuple(file.get_slice(name).get_shape()) != tuple(own.shape):
         return False

@@ -125,10 +125,13 @@ class StagingMemory(Protocol):
         ...
 
 
+StagedCopy = Literal["host", "device", "either"]
+
+
 class TransportStage:
     """The publisher's side of a transport. Raises `WeightsError` from `__init__` if the transport cannot work here."""
 
-    copy: Literal["host", "device", "either"] = "either"
+    copy: StagedCopy = "either"
     """Where it needs the bytes: in the slot, on the device, or in one of them. Tensors are copied to the device first."""
 
     def __init__(self, options: StageOptions) -> None:

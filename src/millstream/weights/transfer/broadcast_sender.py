@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from millstream.errors import WeightsError, WeightsSuperseded
-from millstream.weights.transfer.base import StagedVersion, StageOptions, TransportStage, WeightsRef
+from millstream.weights.transfer.base import StagedCopy, StagedVersion, StageOptions, TransportStage, WeightsRef
 from millstream.weights.transfer.broadcast import (
     BroadcastOffer,
     FetchRefused,
@@ -62,7 +62,7 @@ class Receiver(NamedTuple):
 class BroadcastStage(TransportStage):
     """Runs the sender. Rounds come one after another; meanwhile other receivers wait for the next."""
 
-    copy = "host"
+    copy: StagedCopy = "host"
     gpu = ""  # that it sends from
 
     def __init__(self, options: StageOptions) -> None:
@@ -203,7 +203,7 @@ class NcclStage(BroadcastStage):
     """Sends from the copy on the device. Where there is one on the host only, since another transport needs it, each bucket is
     brought to the device: another copy of the whole model would take memory from the learner."""
 
-    copy = "either"
+    copy: StagedCopy = "either"
 
     def __init__(self, options: StageOptions) -> None:
         device = options.buffers.device
