@@ -132,7 +132,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 def test_the_trainer_of_math_rl_raises_the_reward(place: Place, kind: str) -> None:
     sizes = {
         "groups_per_batch": 8,
-        "group_size": 16,
+        "group_size": 8,
         "lora_rank": 8,
         "max_tokens": 4,
         "eval_every": 0,
@@ -140,4 +140,4 @@ def test_the_trainer_of_math_rl_raises_the_reward(place: Place, kind: str) -> No
     }
     rows = run(place, "math_rl.train", env="gsm8k", **sizes, learning_rate=3e-3, max_steps=16, **TRAINERS[kind])
     rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]
-    assert len(rewards) >= 12 and mean(rewards[-4:]) > rewards[0] + 0.4, rewards
+    assert len(rewards) >= 8 and mean(rewards[-4:]) > rewards[0] + 0.4, rewards
