@@ -25,6 +25,10 @@ from millstream.types import Completion, Request, RequestKey, Sampling
 NUM = 3
 RANKS = (2, 4, 3)
 ROOM = 4
+PLACES = pytest.mark.parametrize(
+    ("device", "cache"),
+    [("cpu", "slots"), ("cpu", "pages"), pytest.param("cuda", "pages", marks=pytest.mark.gpu)],
+)
 TARGETS = (("q_proj", "v_proj"), (), ("down_proj", "gate_proj", "o_proj"))
 
 
@@ -77,8 +81,9 @@ def by_member(done: dict[RequestKey, Completion], number: int) -> list[Completio
     return [completion for key, completion in sorted(done.items()) if key.group_id == number]
 
 
-@pytest.mark.parametrize("cache", ["slots", "pages"])
-def test_a_batch_of_several_adapters_samples_what_each_samples_alone(base: Any, cache: Any) -> None:
+@PLACES
+def test_a_batch_of_several_adapters_samples_what_each_samples_alone(base: Any, device: str, cache: Any) -> None:
+    base = copy.deepcopy(base).to(device)
     config = EngineConfig(slots=16, process=False, cache=cache, prefill_tokens=64)
     found = [trained(base, number) for number in range(NUM)]
     model, weights = many(base, [adapter for _, adapter in found])
@@ -99,8 +104,9 @@ def test_a_batch_of_several_adapters_samples_what_each_samples_alone(base: Any, 
     assert len({completion.tokens for completion in done.values()}) > NUM
 
 
-@pytest.mark.parametrize("cache", ["slots", "pages"])
-def test_an_adapter_is_exchanged_while_requests_of_others_run(base: Any, cache: Any) -> None:
+@PLACES
+def test_an_adapter_is_exchanged_while_requests_of_others_run(base: Any, device: str, cache: Any) -> None:
+    base = copy.deepcopy(base).to(device)
     config = EngineConfig(slots=16, process=False, cache=cache)
     adapters = [adapter for _, adapter in (trained(base, number) for number in range(NUM))]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from millstream.model.safetensors_io import read_weights
+from millstream.model.safetensors_io import read_weights, write_weights
 from millstream.serve.training.base import BaseModel
 from support.training_client import ADAM, TEXT, client_of, datum, tinker, types
 from support.training_server import KEY, listening, small_base
@@ -98,3 +98,24 @@ def test_nothing_of_a_key_is_in_the_answers_to_another(base: BaseModel, tmp_path
         ):
             with pytest.raises((tinker.RequestFailedError, tinker.NotFoundError), match=r"no (model|checkpoint)"):
                 call()
+
+
+def test_weights_that_are_not_finite_are_refused_and_change_nothing_for_others(base: BaseModel, tmp_path: Path) -> None:
+    """They would be side by side with those of others in an engine."""
+    with listening(tmp_path, base=base, tokens=[KEY, OTHER]) as url:
+        broken, other = model_of(url, KEY, 4), model_of(url, OTHER, 8)
+        params, prompt = types.SamplingParams(max_tokens=6, seed=1), types.ModelInput.from_ints(TEXT)
+        before = other.save_weights_and_get_sampling_client()
+        (expected,) = before.sample(prompt, 1, params).result().sequences
+        path = broken.save_weights_for_sampler("end").result().path
+        weights = weights_of(tmp_path, broken)
+        for weight in weights.values():
+            weight.fill_(float("nan"))
+        folder = tmp_path / "models" / broken.model_id.replace(":", "_") / "sampler_weights" / "end" / "tensors"
+        write_weights(folder, 0, weights, None)
+        sampler = client_of(url).create_sampling_client(model_path=path)
+        with pytest.raises(tinker.RequestFailedError, match="numbers that are not finite") as caught:
+            sampler.sample(prompt, 1, params).result()
+        assert caught.value.category == types.RequestErrorCategory.User
+        (found,) = other.save_weights_and_get_sampling_client().sample(prompt, 1, params).result().sequences
+        assert found.tokens == expected.tokens and found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)

@@ -37,6 +37,7 @@ from millstream.engine.native.pages import (
     PagePools,
     PrefillPass,
     ShapeProbe,
+    SlotAdapters,
     WidePass,
 )
 from millstream.engine.native.rows import HostInts, StepRows
@@ -45,7 +46,6 @@ from millstream.engine.native.sampling import is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
 from millstream.engine.native.speculation import MAX_ROWS
 from millstream.errors import EngineError
-from millstream.model.adapter_rows import adapter_rows_of
 from millstream.model.attention import on_device
 from millstream.model.gpu_share import URGENT
 from millstream.model.load import context_length
@@ -111,9 +111,7 @@ class PagedRunner:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Entries of the table that have changed since the last launch: slot, index, page.
         self._table_changes: list[tuple[int, int, int]] = []
-        self._adapters = adapter_rows_of(model)
-        self._adapter_of_slot = torch.zeros(num_slots + 1, dtype=torch.int64, device=self._device)
-        self._adapter_changes: dict[int, int] = {}
+        self._adapters = SlotAdapters(model, num_slots, self._device)
         # Of each row: its slot, its position, where its token is and where its sample goes in `_last`; the random number and
         # the temperature (float32).
         self._inputs = torch.zeros(6, wide_size(self._max_rows), dtype=torch.int32, device=self._device)
@@ -179,8 +177,7 @@ class PagedRunner:
         sequence.slot = self._free_slots.pop()
         sequence.pages += taken
         self._table_changes += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
-        if self._adapters is not None:
-            self._adapter_changes[sequence.slot] = self._adapters.number_of(sequence.request.adapter)
+        self._adapters.set(sequence.slot, sequence.request.adapter)
         return True
 
     def will_compute(self, sequence: TokenSequence, end: int) -> None:
@@ -267,14 +264,7 @@ class PagedRunner:
             slots, indices, pages = on_device(np.array(self._table_changes, np.int64).T.copy(), self._device)
             self._pools.table.index_put_((slots, indices), pages.int())
             self._table_changes.clear()
-        if self._adapter_changes:
-            changed = on_device(np.array(list(self._adapter_changes.items()), np.int64).T.copy(), self._device)
-            self._adapter_of_slot[changed[0]] = changed[1]
-            self._adapter_changes.clear()
-
-    def _using(self, slots_N: Tensor) -> AbstractContextManager[None]:
-        """The adapter of every row, where there are several."""
-        return nullcontext() if self._adapters is None else self._adapters.using(self._adapter_of_slot[slots_N.long()])
+        self._adapters.update()
 
     def _decode(self, sequences: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities of the rows of these sequences, then of those chunks that are a request's last. Valid
@@ -337,7 +327,7 @@ class PagedRunner:
         self, kind: type[DecodePass | WidePass], size: int, restrictions: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         slots, positions, sources, targets = self._inputs[:4, :size]
-        with self._using(slots):
+        with self._adapters.using(slots):
             out = self._model(
                 input_ids=self._last[sources.long()][None],
                 position_ids=positions[None],
@@ -370,7 +360,7 @@ class PagedRunner:
         context = PrefillPass(self._pools, [(chunk.sequence.slot, chunk.begin, chunk.end) for chunk in chunks])
         ends = np.cumsum([chunk.end - chunk.begin for chunk in chunks])
         last = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        with self._using(context.slots_N):
+        with self._adapters.using(context.slots_N):
             out = self._model(
                 input_ids=on_device(np.array(tokens, np.int64)[None], self._device),
                 position_ids=context.positions_N[None],

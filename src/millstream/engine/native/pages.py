@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from millstream.engine.native.fused import operations_for
 from millstream.engine.native.plain import Heads, Normed, Pages
 from millstream.errors import ModelError
+from millstream.model.adapter_rows import adapter_rows_of
 from millstream.model.attention import Rule, can_be_ragged, on_device, ragged, scores, within_window
 
 START = 0  # the number of the empty prefix that every sequence starts with, under the first weights
@@ -156,6 +158,30 @@ class PagePools:
 
     def at(self, layer: int, slots_N: Tensor, positions_N: Tensor) -> Pages:
         return Pages(self.keys[layer], self.values[layer], self.table, slots_N, positions_N)
+
+
+class SlotAdapters:
+    """The adapter of every slot, on the device, where a model has several (`model.adapter_rows`)."""
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, device: torch.device) -> None:
+        self._rows = adapter_rows_of(model)
+        self._numbers = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._changes: dict[int, int] = {}
+
+    def set(self, slot: int, adapter: int | None) -> None:
+        """From the next `update` on."""
+        if self._rows is not None:
+            self._changes[slot] = self._rows.number_of(adapter)
+
+    def update(self) -> None:
+        if self._changes:
+            slots, numbers = on_device(np.array(list(self._changes.items()), np.int64).T.copy(), self._numbers.device)
+            self._numbers.index_put_((slots,), numbers)
+            self._changes.clear()
+
+    def using(self, slots_N: Tensor) -> AbstractContextManager[None]:
+        """For a pass with rows of these slots."""
+        return nullcontext() if self._rows is None else self._rows.using(self._numbers[slots_N.long()])
 
 
 class ShapeProbe:

@@ -44,7 +44,7 @@ class SamplerMade(Event, frozen=True, kw_only=True):
 
 
 class RequestAccepted(Event, frozen=True, kw_only=True):
-    """It is in the journal, and the client is told so next."""
+    """It is in the journal. The client gets its answer after this."""
 
     model: str
     seq_id: int

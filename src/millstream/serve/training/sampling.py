@@ -165,6 +165,9 @@ class SamplingPool:
                 scoring = group.create_task(self._prompt_logprobs(sampler, body, tokens))
         except* RequestRefused as refused:
             raise HttpError(422, str(refused.exceptions[0])) from refused
+        except* HttpError as refused:
+            first = refused.exceptions[0]
+            raise HttpError(first.status if isinstance(first, HttpError) else 500, str(first)) from refused
         completions = [task.result() for task in tasks]
         if any(completion.finish is Finish.ABORT for completion in completions):
             raise HttpError(503, "the engine was closed while it sampled: try again")

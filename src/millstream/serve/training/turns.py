@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -109,7 +109,7 @@ def only_one(places: Sequence[EnginePlace]) -> Weights:
     return place.weights
 
 
-def joined_adapters(shapes: dict[str, Sequence[int]]) -> Joined:
+def joined_adapters(shapes: Mapping[str, Sequence[int]]) -> Joined:
     """`shapes`: of the engine's weights."""
 
     def join(places: Sequence[EnginePlace]) -> Weights:
