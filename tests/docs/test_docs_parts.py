@@ -235,23 +235,29 @@ def test_a_fault_in_a_part_of_the_page_is_caught_by_the_tests_of_its_kind(folder
 
 def test_a_broken_promise_is_printed_in_words_with_exit_code_1(folder: Path) -> None:
     (folder / "my_filter.py").write_text(FILES["my_filter.py"].replace("return least", "return 1 or least"))
-    done = run_command(
-        [sys.executable, "-m", "millstream.cli.main", "check", "filter", str(folder / "my_filter.py:keep")]
-    )
+    check = [sys.executable, "-m", "millstream.cli.main", "check", "filter", str(folder / "my_filter.py:keep")]
+    done = run_command(check)
     assert done.returncode == 1 and "3 kept, 1 broken, 0 skipped" in done.stdout, done.stdout + done.stderr
-    assert "broken: it answers true or false for every group\n    it returned " in done.stdout
-    for words, message in (
+    assert "broken: it answers true or false for every group\n    it returned 1 for rewards " in done.stdout
+    done = run_command([*check, "--promise", "keps=false"])
+    assert done.returncode == 1 and "the tests of a filter have no attribute 'keps'" in done.stderr, (
+        done.stdout + done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         (["filter", "my_filter.py:kep"], "Did you mean my_filter.py:keep?"),
         (["fliter", "my_filter.py:keep"], "Did you mean filter?"),
         (["engine", "torch"], "is built in"),
         (["reward", "my_filter.py:keep"], "--dry-run"),
-        (
-            ["engine", "my_engine.py:Engine", "--promise", "has_topk=false"],
-            "have no attribute 'has_topk': use cache_after_load",
-        ),
-    ):
-        refused = CliRunner().invoke(app, ["check", *words])
-        assert refused.exit_code == 1 and message in refused.stderr.replace("\n", " "), refused.stderr
+        (["filter", "my_filter.py:keep", "--args", "least"], "expected KEY=VALUE"),
+    ],
+)
+def test_a_part_that_cannot_be_checked_is_refused(folder: Path, words: list[str], message: str) -> None:
+    refused = CliRunner().invoke(app, ["check", *words])
+    assert refused.exit_code == 1 and message in refused.stderr.replace("\n", " "), refused.stderr
 
 
 @pytest.mark.slow

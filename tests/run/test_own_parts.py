@@ -16,6 +16,8 @@ from millstream import imports, resume, train
 from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.config import load
+from millstream.env.config import EnvironmentConfig
+from millstream.env.resolve import find_environment
 from millstream.errors import ConfigError, Stopped
 from millstream.events import GroupAdmitted, GroupLeft, Stepped
 from millstream.events.sinks import read_events
@@ -25,8 +27,8 @@ from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import resume_command
 from millstream.run.own_parts import BUILT_IN, KEYS
 from millstream.run.simulate import costs_of, simulate
-from millstream.types import Fate, FinishedGroup
-from support.runs import assert_clean
+from millstream.types import Fate, FinishedGroup, Task
+from support.runs import assert_clean, step_rows
 from support.stage_runs import config
 from support.stop_at import StopAt
 
@@ -59,6 +61,13 @@ def broken(group):
 
 def vague(group):
     return 1
+
+def by_length(group, rest=0):
+    return sum(map(len, group.tokens)) % 3 != rest
+
+class Game:
+    def reset(self, task, seed): ...
+    def step(self, action): ...
 
 class Engine:
     def __init__(self, context): ...
@@ -167,6 +176,28 @@ def test_an_object_from_python_takes_the_place_of_a_name_and_a_resume_asks_for_i
         train(settings, engines=1, progress=False)  # type: ignore[call-arg]
 
 
+def test_filter_schedule_store_and_channel_change_at_a_resume_and_the_audit_is_clean(folder: Path) -> None:
+    own = ("pipeline.filter=mine.py:by_length", "learner.schedule=mine.py:rate", "learner.schedule_args={share=0.5}")
+    (folder / "mine.py").write_text(
+        PARTS
+        + "\nfrom millstream.store.memory import MemoryStore as Store\nfrom millstream.weights.local import LocalChannel\n"
+        + "\ndef rate(step, num_steps, share=1.0):\n    return share\n"
+    )
+    settings = config(folder, *SMALL, "rollout.group_size=4", "checkpoint.every_steps=1", *own)
+    with pytest.raises(Stopped):
+        train(settings, reward=ones, sinks=[StopAt(3)], progress=False)
+    changes = ["pipeline.filter_args={rest=1}", "learner.schedule_args={share=0.25}", "store.kind=mine.py:Store",
+               "weights.kind=mine.py:LocalChannel"]  # fmt: skip
+    resume(folder / "run", reward=ones, changes=changes, progress=False)
+    assert_clean(folder / "run")
+    rates = [row.get("learning_rate") for row in step_rows(folder / "run")]
+    assert rates[0] == pytest.approx(1.5e-3) and rates[-1] == pytest.approx(0.75e-3)
+
+
+def ones(task: Task, completion: str) -> float:
+    return completion.count("1") / 4
+
+
 # ---- what is refused before a run ----------------------------------------------------------------------------------------
 
 
@@ -249,6 +280,10 @@ def test_the_run_folder_names_files_by_absolute_paths(folder: Path) -> None:
         table, name = key.split(".")
         assert getattr(getattr(found, table), name) == str(folder / value)
     assert found.trackers.use == (str(folder / "g.py:T"),)
+    table = '[{tool_format="a.py:p", tools=["a.py:t", {function="a.py:u"}], sandbox={use="a.py:S"}}]'
+    (one,) = with_absolute_paths(config(folder, f"environment={table}")).environment
+    assert one.tool_format == str(folder / "a.py:p") and one.tools[0] == str(folder / "a.py:t")
+    assert one.sandbox is not None and one.sandbox.use == str(folder / "a.py:S")
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------------
@@ -296,6 +331,9 @@ def test_parts_of_a_package_are_found_by_name_and_imported_only_where_they_are_u
     ):
         check_config(settings)
     assert "brought" in sys.modules
+    assert find_environment(EnvironmentConfig(use="game")).name == "game"
+    with pytest.raises(ConfigError, match=r"no environment 'gam': use single_turn, .*, game, or"):
+        find_environment(EnvironmentConfig(use="gam"))
     found = CliRunner().invoke(app, ["parts", "--json"])
     kinds = {one["kind"]: one["installed"] for one in json.loads(found.output)}
     assert kinds["engine"] == [["slow", "brought:Engine", "brought"]] and kinds["environment"][0][0] == "game"

@@ -284,7 +284,24 @@ def _rewards_with_absolute_paths(rewards: Sequence[RewardConfig]) -> tuple[Rewar
 
 
 def _environments_with_absolute_paths(environments: Sequence[EnvironmentConfig]) -> tuple[EnvironmentConfig, ...]:
-    return tuple(structs.replace(one, use=imports.absolute(one.use)) for one in environments)
+    return tuple(map(_environment_with_absolute_paths, environments))
+
+
+def _environment_with_absolute_paths(one: EnvironmentConfig) -> EnvironmentConfig:
+    tools = [
+        imports.absolute(tool)
+        if isinstance(tool, str)
+        else structs.replace(tool, function=imports.absolute(tool.function))
+        for tool in one.tools
+    ]
+    sandbox = None if one.sandbox is None else structs.replace(one.sandbox, use=imports.absolute(one.sandbox.use))
+    return structs.replace(
+        one,
+        use=imports.absolute(one.use),
+        tool_format=imports.absolute(one.tool_format),
+        tools=tuple(tools),
+        sandbox=sandbox,
+    )
 
 
 def _evaluation_with_absolute_paths(config: EvaluationConfig) -> EvaluationConfig:

@@ -1,7 +1,7 @@
 """From a part that a config can name to the tests that it must pass: what `millstream check KIND NAME` collects. Needs pytest.
 
 A part that does not support everything says so with an attribute `promises`, a dictionary with values for attributes of the
-suite: `promises = {"has_top_k": False}`."""
+suite: `promises = {"has_top_k": False}`. A suite is imported where it is used: that of a filter needs no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import copy
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import import_module
 from typing import Any
 
 from millstream import imports
@@ -21,19 +22,6 @@ from millstream.learner import Learner, LearnerConfig, LearnerContext
 from millstream.run.own_parts import BUILT_IN
 from millstream.run.tracking.sink import TrackedRun, Tracker
 from millstream.store import Reads, Store
-from millstream.testing.algorithm import AdvantageSuite, LossSuite
-from millstream.testing.engine import EngineSuite
-from millstream.testing.learner import LearnerSuite
-from millstream.testing.parts import (
-    ChannelSuite,
-    FilterSuite,
-    SamplerSuite,
-    ScheduleSuite,
-    ToolFormatSuite,
-    TrackerSuite,
-)
-from millstream.testing.sandbox import SandboxSuite
-from millstream.testing.store import StoreSuite
 from millstream.weights import WeightChannel
 
 VOCABULARY, CONTEXT, SLOTS = 97, 256, 4  # of the model that engines and learners are tried with
@@ -54,24 +42,32 @@ def _made(seed: int) -> Any:
     return plain.eval()
 
 
-def small_model(seed: int = 0) -> Any:
+def trial_model(seed: int = 0) -> Any:
     """A causal LM of transformers with random weights: the same for the same seed."""
     return copy.deepcopy(_made(seed))
 
 
 def _engine_suite(part: Any, args: Mapping[str, Any]) -> type:
+    from millstream.testing.engine import EngineSuite
+
     class TestEngine(EngineSuite):
         vocabulary = VOCABULARY
         context = CONTEXT
 
         async def make_engine(self) -> Engine:
-            model = small_model().requires_grad_(False)
-            names = {"name": "engine", "slots": SLOTS, "max_length": CONTEXT}
-            engine: Engine = part(EngineContext(model=model, clock=RealClock(), sink=MemorySink(), **names), **args)
+            context = EngineContext(
+                name="engine",
+                slots=SLOTS,
+                model=trial_model().requires_grad_(False),
+                max_length=CONTEXT,
+                clock=RealClock(),
+                sink=MemorySink(),
+            )
+            engine: Engine = part(context, **args)
             return engine
 
         def make_reference(self, number: int) -> Any:
-            return small_model(number)
+            return trial_model(number)
 
     return TestEngine
 
@@ -79,13 +75,14 @@ def _engine_suite(part: Any, args: Mapping[str, Any]) -> type:
 def _learner_suite(part: Any, args: Mapping[str, Any]) -> type:
     from millstream.algo import AlgorithmConfig
     from millstream.algo.recipe import objective
+    from millstream.testing.learner import LearnerSuite
 
     class TestLearner(LearnerSuite):
         vocabulary = VOCABULARY
 
         def open(self, num_steps: int | None = None) -> Learner:
             context = LearnerContext(
-                model=small_model(),
+                model=trial_model(),
                 tokenizer=None,
                 objective=objective(AlgorithmConfig(), max_tokens=32),
                 config=LearnerConfig(learning_rate=LEARNING_RATE),
@@ -99,6 +96,8 @@ def _learner_suite(part: Any, args: Mapping[str, Any]) -> type:
 
 
 def _store_suite(part: Any, args: Mapping[str, Any]) -> type:
+    from millstream.testing.store import StoreSuite
+
     class TestStore(StoreSuite):
         def open(
             self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
@@ -118,6 +117,8 @@ def _store_suite(part: Any, args: Mapping[str, Any]) -> type:
 
 
 def _sandbox_suite(part: Any, args: Mapping[str, Any]) -> type:
+    from millstream.testing.sandbox import SandboxSuite
+
     class TestSandbox(SandboxSuite):
         def make_sandbox(self, limits: Limits) -> Sandbox:
             sandbox: Sandbox = part(limits, **args)
@@ -127,6 +128,8 @@ def _sandbox_suite(part: Any, args: Mapping[str, Any]) -> type:
 
 
 def _tracker_suite(part: Any, args: Mapping[str, Any]) -> type:
+    from millstream.testing.parts import TrackerSuite
+
     class TestTracker(TrackerSuite):
         def make_tracker(self, run: TrackedRun) -> Tracker:
             tracker: Tracker = part(run, **args)
@@ -136,6 +139,8 @@ def _tracker_suite(part: Any, args: Mapping[str, Any]) -> type:
 
 
 def _channel_suite(part: Any, args: Mapping[str, Any]) -> type:
+    from millstream.testing.parts import ChannelSuite
+
     class TestChannel(ChannelSuite):
         def make_channel(self) -> WeightChannel:
             channel: WeightChannel = part(**args)
@@ -144,13 +149,13 @@ def _channel_suite(part: Any, args: Mapping[str, Any]) -> type:
     return TestChannel
 
 
-def _of_function(suite: type, name: str, positional: tuple[str, ...]) -> Callable[[Any, Mapping[str, Any]], type]:
+def _of_function(suite: str, name: str, positional: tuple[str, ...]) -> Callable[[Any, Mapping[str, Any]], type]:
     """A suite of a function, which has it as an attribute of this name."""
 
     def make(part: Any, args: Mapping[str, Any]) -> type:
-        return type(
-            f"Test{suite.__name__}", (suite,), {name: staticmethod(imports.bound(part, args, "--args", positional))}
-        )
+        module, _, base = suite.partition(":")
+        function = imports.bound(part, args, "--args", positional)
+        return type(f"Test{base}", (getattr(import_module(module), base),), {name: staticmethod(function)})
 
     return make
 
@@ -160,12 +165,12 @@ SUITES: dict[str, Callable[[Any, Mapping[str, Any]], type]] = {
     "learner": _learner_suite,
     "store": _store_suite,
     "weights": _channel_suite,
-    "loss": _of_function(LossSuite, "loss", ("x",)),
-    "advantage": _of_function(AdvantageSuite, "advantage", ("rewards",)),
-    "filter": _of_function(FilterSuite, "filter", ("group",)),
-    "sampler": _of_function(SamplerSuite, "sampler", ("tasks", "seed")),
-    "schedule": _of_function(ScheduleSuite, "schedule", ("step", "num_steps")),
-    "tool_format": _of_function(ToolFormatSuite, "parse", ("text",)),
+    "loss": _of_function("millstream.testing.algorithm:LossSuite", "loss", ("x",)),
+    "advantage": _of_function("millstream.testing.algorithm:AdvantageSuite", "advantage", ("rewards",)),
+    "filter": _of_function("millstream.testing.parts:FilterSuite", "filter", ("group",)),
+    "sampler": _of_function("millstream.testing.parts:SamplerSuite", "sampler", ("tasks", "seed")),
+    "schedule": _of_function("millstream.testing.parts:ScheduleSuite", "schedule", ("step", "num_steps")),
+    "tool_format": _of_function("millstream.testing.parts:ToolFormatSuite", "parse", ("text",)),
     "sandbox": _sandbox_suite,
     "tracker": _tracker_suite,
 }
