@@ -178,7 +178,7 @@ def _check_shared(
             f"engine.vllm.memory = {_floored(ALONE_MEMORY / on_one):g}" if engine.kind == "vllm" else "engine.cache_gb"
         )
         raise ConfigError(
-            f"engine.replicas = {num}, and there are GPUs for {groups} ({engine.gpus_each} each, beside the learner's): set "
+            f"engine.replicas = {num}, and there are GPUs for {groups} ({engine.gpus_each} each, after the learner's): set "
             f"engine.replicas = {groups}, or let {on_one} share a GPU by limiting the memory of each: {limit}"
         )
 
