@@ -1,7 +1,7 @@
-"""vLLM under Ray on one GPU that it shares with the learner, half each: how long new weights take to reach it through the memory
-of the GPU (`ipc`), through that of the node (`shared`), and through files. Real training runs with a model of random weights.
-Each is audited. About ten minutes on an H200, with vLLM 0.23.0 and Ray 2.60. Without a GPU `ipc` is left out; with `--smoke` and
-without vLLM our own engine takes its place, which shows that the benchmark runs.
+"""vLLM under Ray on one GPU that it shares with the learner, half each: how long new weights take to reach it through the
+memory of the GPU (`ipc`), through that of the node (`shared`), and through files. Real training runs with a model of random
+weights; each is audited. Written for an H200 with vLLM 0.23.0 and Ray 2.60, and not run there yet. Without a GPU `ipc` is left
+out; with `--smoke` and without vLLM our own engine takes its place, which shows that the benchmark runs.
 
     python bench/vllm_ray.py                         # about 0.5 billion parameters
     python bench/vllm_ray.py --hidden 2048 --layers 24 --steps 12

@@ -10,7 +10,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -19,10 +21,13 @@ from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.cluster.resources import placement_lines
 from millstream.config import convert
+from millstream.engine.native.process import engine_setup
 from millstream.engine.processes import LocalWeights
+from millstream.engine.vllm.engine import vllm_setup
 from millstream.errors import ConfigError, EngineError
 from millstream.events.sinks import MemorySink
-from millstream.model.load import model_weights
+from millstream.model.load import load_model, model_weights, save_model
+from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.run.backend import BackendContext, LocalBackend
 from millstream.run.build import gpu_share, has_learner_process
 from millstream.run.check import check_combinations
@@ -368,6 +373,23 @@ def test_on_one_gpu_and_on_a_cpu_nothing_is_changed(tmp_path: Path) -> None:
         config, places = place(run(), node(gpus))
         assert places.environment("engine") == {} and config.engine.replicas == 1
     assert not has_learner_process(run("[engine]\nprocess = false"), make("llama"), run().learner)
+
+
+def test_no_setup_of_an_engine_names_the_model_s_folder(tmp_path: Path) -> None:
+    """A node of a cluster needs no copy of it: it gets the description and the tokenizer as bytes, the weights by reference."""
+    tokenizer = character_tokenizer("abc")
+    save_model(tiny_model(TinyShape(hidden=16, layers=1, heads=2, context=32), tokenizer, seed=0), tokenizer, tmp_path)
+    model = load_model(str(tmp_path), device="cpu", dtype=torch.float32)
+    weights = LocalWeights(run().engine, model)
+    try:
+        first = weights.first()
+        own = engine_setup(model, run().engine, tokenizer, device="cpu", first=first)
+        vllm = vllm_setup(model, run(VLLM).engine, tokenizer, is_cpu=True, first=first)
+        for setup in (own, vllm):
+            assert {"config.json", "tokenizer.json"} <= setup.files.keys()
+            assert str(tmp_path).encode() not in msgspec.msgpack.encode(setup)
+    finally:
+        weights.close()
 
 
 def test_a_version_is_staged_once_for_all_engines_of_a_machine() -> None:

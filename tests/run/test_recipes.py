@@ -70,7 +70,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = character_tokenizer(ASCII)
     tokenizer.chat_template = CHATML
-    shape = TinyShape(hidden=16, layers=1, heads=2, context=1024)
+    shape = TinyShape(hidden=16, layers=1, heads=4, context=1024)
     save_model(tiny_model(shape, tokenizer, seed=0), tokenizer, folder)
     return folder
 

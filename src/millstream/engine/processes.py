@@ -33,7 +33,7 @@ from millstream.weights.transfer.publisher import WeightsPublisher, slot_folder
 
 
 class EngineSupply(NamedTuple):
-    """What engines in processes get from whoever makes them."""
+    """What engines in processes get from the backend that makes them."""
 
     launcher: Launcher
     first: Callable[[], WeightsRef]  # the weights to begin with: the whole model

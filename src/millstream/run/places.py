@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from millstream.cluster.resources import Bundle, Placement, ResourcesConfig, placement_of
+from millstream.cluster.resources import Placement, ResourcesConfig, placement_of
 from millstream.engine import EngineConfig
 from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.errors import ConfigError, EngineError
@@ -178,7 +178,7 @@ def _check_shared(
             f"engine.vllm.memory = {_floored(ALONE_MEMORY / on_one):g}" if engine.kind == "vllm" else "engine.cache_gb"
         )
         raise ConfigError(
-            f"engine.replicas = {num}, and there are GPUs for {groups} ({engine.gpus_each} each, beside the learner's): set "
+            f"engine.replicas = {num}, and there are GPUs for {groups} ({engine.gpus_each} each, after the learner's): set "
             f"engine.replicas = {groups}, or let {on_one} share a GPU by limiting the memory of each: {limit}"
         )
 
@@ -272,7 +272,8 @@ def _check_room(config: RunConfig, machine: Machine) -> None:
             f"engines and ranks need {asked:g} GPUs, and there are {there}: set engine.replicas or learner.ranks lower, or "
             f"resources.gpus = {len(machine.gpus)}{other}"
         )
-    for share in sorted((_gpus_in(bundle) for bundle in placement.bundles), reverse=True):
+    shares = [bundle["GPU"] for bundle in placement.bundles if "GPU" in bundle]
+    for share in sorted(shares, reverse=True):
         found = next((at for at, free in enumerate(nodes) if free >= share - 1e-6), None)
         if found is None:
             raise ConfigError(
@@ -285,10 +286,6 @@ def _check_room(config: RunConfig, machine: Machine) -> None:
 def placed_bundles(config: RunConfig) -> Placement:
     """Of a config with numbers in the place of every `auto`."""
     return placement_of(config.resources, replicas=config.engine.num_replicas, ranks=config.learner.ranks)
-
-
-def _gpus_in(bundle: Bundle) -> float:
-    return bundle.get("GPU", 0.0)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

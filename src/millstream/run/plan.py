@@ -417,7 +417,7 @@ def _resources(config: RunConfig, placed: Placed, *, is_one_gpu: bool) -> dict[s
         return {"runtime": "local", "resources": ResourcesConfig()}
     share = 0.5 if placed.is_shared else 1.0
     resources = structs.replace(
-        config.resources, engine_gpus=share, learner_gpus=share, colocate=placed.is_shared, weights=None
+        config.resources, gpus=None, engine_gpus=share, learner_gpus=share, colocate=placed.is_shared, weights=None
     )
     model = structs.replace(config.model, device="auto")
     return {"runtime": "ray", "resources": resources, "model": model}

@@ -40,9 +40,10 @@ class WorkerExtension:
     def _millstream_take(self, ref: WeightsRef, pipe: str) -> None:
         said = None
         try:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(self.device)
-            self._millstream_taken = WeightsFetcher(own_node()).take(ref)
+            device = torch.device(self.device) if torch.cuda.is_available() else None
+            if device is not None:
+                torch.cuda.set_device(device)
+            self._millstream_taken = WeightsFetcher(own_node(), device=device).take(ref)
         except Exception as error:  # process boundary: the engine gets the reason
             said = describe_error(error)
             said = structs.replace(said, text=said.text[:MAX_REASON])
