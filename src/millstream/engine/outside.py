@@ -36,6 +36,7 @@ ROLLOUT = "rollout"
 """The task that claims offers."""
 MAX_LEFT = 1 << 16  # requests of which it is remembered why they are not in flight any more
 MAX_LOGPROB = 1e-4  # float32 may round the logarithm of 1 to a little more than 0
+ENDED_BY_RUN = "late: the run has ended it"
 PlaceOf = Callable[[int], tuple[int, int] | None]
 """The start and the deadline of a group in training; None for one of an evaluation."""
 WriteWeights = Callable[[int, Weights], str]
@@ -213,7 +214,7 @@ class OutsideEngine:
         one, number = OfferedRequest(request, on_sampled, start, deadline), next(self._next)
         self._num_offered = number + 1
         self._numbers[request.key] = number
-        why = "late: the run has ended it"
+        why = ENDED_BY_RUN
         try:
             await self.offers.offer(number, one)
             why = await one.done
@@ -293,8 +294,10 @@ class OutsideEngine:
 
     def _take(self, number: Any, tokens: Any, logprobs: Any, versions: Any, begin: Any) -> None:
         one = self.offers.requests.get(number) if isinstance(number, int) else None
-        if one is None or one.done.done():
+        if one is None:
             raise RefusedRows(self._why_gone(number))
+        if one.done.done():
+            raise RefusedRows(ENDED_BY_RUN if one.done.cancelled() else one.done.result())
         tokens_T, logprobs_T, versions_T = self._checked(one, tokens, logprobs, versions)
         if begin != len(one.tokens):
             raise RefusedRows(f"twice: {len(one.tokens)} tokens of it are there, and these begin at {begin}")
