@@ -37,6 +37,10 @@ class Program:
         outside.on_loaded = lambda version, where: self._start(self._load(version))
         self._start(self._claim())
 
+    @staticmethod
+    def said(logprobs: tuple[float, ...], temperature: float) -> tuple[float, ...]:
+        return logprobs
+
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -87,7 +91,8 @@ class Program:
         begin = asked["begin"]
         while (new := await parts.get()) is not None:
             if new.tokens:
-                row = {"request": asked["request"], "tokens": new.tokens, "logprobs": new.logprobs, "begin": begin}
+                logprobs = self.said(new.logprobs, asked["temperature"])
+                row = {"request": asked["request"], "tokens": new.tokens, "logprobs": logprobs, "begin": begin}
                 try:
                     await self._outside.put({name: [cell] for name, cell in {**row, "versions": new.versions}.items()})
                 except RefusedRows as error:
@@ -110,8 +115,17 @@ class ClosedWith(OutsideEngine):
         await self.program.close()
 
 
+class UnscaledProgram(Program):
+    """Its log-probabilities are not of the distribution that it sampled from."""
+
+    @staticmethod
+    def said(logprobs: tuple[float, ...], temperature: float) -> tuple[float, ...]:
+        return tuple(value * temperature for value in logprobs)
+
+
 class TestOutsideEngine(EngineSuite):
     vocabulary = VOCABULARY
+    program: type[Program] = Program
     context = SHAPE["max_position_embeddings"]
     limit_s = 20.0
     # A program that has not loaded yet may answer what was offered before with older weights, within the group's bounds.
@@ -130,11 +144,18 @@ class TestOutsideEngine(EngineSuite):
         engine = ClosedWith(slots=SLOTS, max_length=self.context, num_words=VOCABULARY, write=write, clock=RealClock())
         config = EngineConfig(slots=SLOTS, process=False, cache="slots")
         inner = build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
-        engine.program = Program(engine, inner, weights)
+        engine.program = self.program(engine, inner, weights)
         return engine
 
     def make_reference(self, number: int) -> Any:
         return TWINS[number]
+
+
+def test_a_program_that_breaks_a_promise_which_the_run_cannot_check_is_caught_by_the_suite() -> None:
+    suite = TestOutsideEngine()
+    suite.program = UnscaledProgram
+    with pytest.raises(AssertionError):
+        suite.test_every_token_has_the_log_probability_of_the_distribution_it_was_sampled_from()
 
 
 # ---- what is refused, and what dies ----------------------------------------------------------------------------------------

@@ -44,19 +44,23 @@ class Folder:
         return learner, batches
 
 
-async def train_outside(folder: Folder, learner: OutsideLearner, batches: Batches) -> None:
+async def train_outside(
+    folder: Folder, learner: OutsideLearner, batches: Batches, spoil: Callable[[Lease], Lease]
+) -> None:
     """The program of the example, with an optimizer that has no state: what a checkpoint does not have, it cannot restore."""
     model = plain(make("qwen3"))
     while True:
         batch = await batches.claim(TRAIN)
         load_weights(model, await learner.weights())
-        metrics = foreign_learner.train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, temperature=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        metrics = foreign_learner.train(model, optimizer, spoil(batch), temperature=1.0)
         where = folder.write(batch.group_id + 1, model_weights(model))
         await learner.publish(batch.group_id + 1, where, metrics)
 
 
 class TestOutsideLearner(LearnerSuite):
     vocabulary = VOCABULARY
+    spoil = staticmethod(lambda batch: batch)
     # It computes no log-probabilities for the run.
     test_log_ratios_are_of_the_trained_tokens_of_the_last_step_in_their_order = None  # type: ignore[assignment]
     test_log_probabilities_are_those_of_each_row_alone_and_training_moves_them = None  # type: ignore[assignment]
@@ -65,13 +69,29 @@ class TestOutsideLearner(LearnerSuite):
         self.folders = [*getattr(self, "folders", []), tempfile.TemporaryDirectory()]
         folder = Folder(Path(self.folders[-1].name))
         learner, batches = folder.open()
-        self.programs = [*getattr(self, "programs", []), asyncio.create_task(train_outside(folder, learner, batches))]
+        self.programs = [
+            *getattr(self, "programs", []),
+            asyncio.create_task(train_outside(folder, learner, batches, self.spoil)),
+        ]
         return learner
 
     async def close(self, learner: Learner) -> None:
         await super().close(learner)
         with pytest.raises(StreamEnded):
             await self.programs.pop()
+
+
+def without_mask(batch: Lease) -> Lease:
+    for mask in batch["loss_mask"]:
+        mask[:] = True
+    return batch
+
+
+def test_a_program_that_trains_what_it_should_not_is_caught_by_the_suite() -> None:
+    suite = TestOutsideLearner()
+    suite.spoil = without_mask  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        suite.test_what_is_not_trained_changes_nothing()
 
 
 # ---- what is refused, and what dies ----------------------------------------------------------------------------------------
