@@ -141,7 +141,14 @@ class TestOutsideEngine(EngineSuite):
             weights[version] = new
             return "in memory"
 
-        engine = ClosedWith(slots=SLOTS, max_length=self.context, num_words=VOCABULARY, write=write, clock=RealClock())
+        engine = ClosedWith(
+            slots=SLOTS,
+            max_length=self.context,
+            num_words=VOCABULARY,
+            write=write,
+            clock=RealClock(),
+            sink=MemorySink(),
+        )
         config = EngineConfig(slots=SLOTS, process=False, cache="slots")
         inner = build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
         engine.program = self.program(engine, inner, weights)
@@ -163,7 +170,12 @@ def test_a_program_that_breaks_a_promise_which_the_run_cannot_check_is_caught_by
 
 def bare(version: int = 3) -> OutsideEngine:
     engine = OutsideEngine(
-        slots=4, max_length=64, num_words=50, write=lambda version, weights: "here", clock=RealClock()
+        slots=4,
+        max_length=64,
+        num_words=50,
+        write=lambda version, weights: "here",
+        clock=RealClock(),
+        sink=MemorySink(),
     )
     engine.place_of = lambda group_id: (2, 4) if group_id >= 0 else None
     engine._version = version

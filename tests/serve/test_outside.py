@@ -17,6 +17,7 @@ import pytest
 from millstream.clock import RealClock
 from millstream.engine.outside import OutsideEngine
 from millstream.errors import StoreError
+from millstream.events.sinks import MemorySink
 from millstream.serve.outside import OutsideService
 from millstream.serve.store.service import StoreServiceConfig, store_app
 from millstream.serve.store.verbs import OutsideClient
@@ -38,7 +39,12 @@ class Run:
 
     def make(self) -> tuple[Any, Any]:
         engine = OutsideEngine(
-            slots=8, max_length=64, num_words=50, write=lambda version, weights: f"/v{version}", clock=RealClock()
+            slots=8,
+            max_length=64,
+            num_words=50,
+            write=lambda version, weights: f"/v{version}",
+            clock=RealClock(),
+            sink=MemorySink(),
         )
         engine.place_of = lambda group_id: (0, 1)
         service = OutsideService(SERVICE, engine=engine, batches=None, describe=lambda: {"run_id": "r"}, token=None)

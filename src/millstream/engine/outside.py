@@ -27,7 +27,9 @@ import numpy as np
 from millstream.clock import Clock
 from millstream.engine.base import EngineStats, OnSampled
 from millstream.engine.request import PartialCompletion, check_request
+from millstream.engine.spans import GenerationSpans
 from millstream.errors import EngineError, EngineGone, RequestRefused, StoreError
+from millstream.events import EventSink
 from millstream.store.base import ONE_GROUP, TRAIN, Choose, Lease, Reads, Want
 from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Request, RequestKey, Weights
@@ -169,6 +171,7 @@ class OutsideEngine:
         num_words: int,
         write: WriteWeights,
         clock: Clock,
+        sink: EventSink,
         name: str = "engine",
     ) -> None:
         self.name = name
@@ -191,6 +194,7 @@ class OutsideEngine:
         self._num_tokens = 0
         self._num_finished = 0
         self._swap_s = 0.0
+        self._spans = GenerationSpans(name, clock, sink)
 
     @property
     def version(self) -> int:
@@ -215,6 +219,7 @@ class OutsideEngine:
         self._num_offered = number + 1
         self._numbers[request.key] = number
         why = ENDED_BY_RUN
+        self._spans.begin(self._num_tokens)
         try:
             await self.offers.offer(number, one)
             why = await one.done
@@ -224,6 +229,7 @@ class OutsideEngine:
             if len(self._left) > MAX_LEFT:
                 del self._left[next(iter(self._left))]
             await self.offers.remove(number)
+            self._spans.end(self._num_tokens, is_last=not self._numbers)
         self._num_finished += 1
         return one.completion()
 

@@ -165,7 +165,9 @@ class LocalEngines:
     def make(self, name: str) -> RunEngine | OutsideEngine:
         config, context = self._config, self._context
         if config.kind == "outside":
-            return build_outside_engine(config, context.model, context.folder, clock=context.clock, name=name)
+            return build_outside_engine(
+                config, context.model, context.folder, clock=context.clock, sink=context.sink, name=name
+            )
         if config.kind == "http":
             self._servers = self._servers or HttpServers(config, context.model, clock=context.clock, sink=context.sink)
             return self._servers.engine(name)

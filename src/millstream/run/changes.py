@@ -47,7 +47,7 @@ OTHER_LOSS = "the rows in the checkpoint were scored for it"
 OTHER_SFT = "supervised training draws its examples by it, and may have drawn some"
 
 RULES: Mapping[str, ChangeRule] = {
-    **_must_not(OTHER_WEIGHTS, "", "model.path model.tiny learner.lora"),
+    **_must_not(OTHER_WEIGHTS, "", "model.path model.tiny learner.lora learner.kind"),
     **_may("now", "model.", "device dtype trust_remote_code"),
     **_must_not(
         OTHER_TASKS,
@@ -80,7 +80,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_may(
         "now", "learner.", "learning_rate schedule warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks"
     ),
-    **_may("now", "learner.", "kind recompute compile gpu_share max_skipped_steps"),
+    **_may("now", "learner.", "recompute compile gpu_share max_skipped_steps"),
     **_must_not("the schedule of the learning rate counts that many steps a batch", "learner.", "mini_batches"),
     **_must_not(OTHER_STAGES, "", "reference reference.path critic critic.path proximal"),
     **_may("now", "reference.", "device dtype micro_batch_tokens"),

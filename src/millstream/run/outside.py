@@ -23,6 +23,7 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.outside import OutsideEngine
 from millstream.errors import EngineError
+from millstream.events import EventSink
 from millstream.learner.outside import Batches, OutsideLearner
 from millstream.model.adapters import trained_weights
 from millstream.model.load import context_length
@@ -67,7 +68,7 @@ class VersionFolders:
 
 
 def build_outside_engine(
-    config: EngineConfig, model: PreTrainedModel, folder: Path, *, clock: Clock, name: str
+    config: EngineConfig, model: PreTrainedModel, folder: Path, *, clock: Clock, sink: EventSink, name: str
 ) -> OutsideEngine:
     return OutsideEngine(
         slots=config.num_slots,
@@ -75,6 +76,7 @@ def build_outside_engine(
         num_words=int(model.get_input_embeddings().num_embeddings),
         write=VersionFolders(folder / OUTSIDE_FOLDER, model).write,
         clock=clock,
+        sink=sink,
         name=name,
     )
 
