@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import foreign_learner
 from millstream.errors import LearnerError, StoreError, StreamEnded
 from millstream.learner import Learner
-from millstream.learner.outside import Batches, OutsideLearner
+from millstream.learner.outside import OfferedBatches, OutsideLearner
 from millstream.model.load import load_weights, model_weights
 from millstream.store import TRAIN, Lease, Want
 from millstream.testing.learner import LearnerSuite, flat_weights, make_rows
@@ -36,8 +36,8 @@ class Folder:
         save_file({name: tensor.detach().clone() for name, tensor in weights.items()}, where)
         return str(where)
 
-    def open(self) -> tuple[OutsideLearner, Batches]:
-        batches = Batches()
+    def open(self) -> tuple[OutsideLearner, OfferedBatches]:
+        batches = OfferedBatches()
         learner = OutsideLearner(
             make("qwen3"), batches, write=self.write, on_published=lambda *new: self.announced.append(new)
         )
@@ -45,7 +45,7 @@ class Folder:
 
 
 async def train_outside(
-    folder: Folder, learner: OutsideLearner, batches: Batches, spoil: Callable[[Lease], Lease]
+    folder: Folder, learner: OutsideLearner, batches: OfferedBatches, spoil: Callable[[Lease], Lease]
 ) -> None:
     """The program of the example, with an optimizer that has no state: what a checkpoint does not have, it cannot restore."""
     model = plain(make("qwen3"))
@@ -97,7 +97,7 @@ def test_a_program_that_trains_what_it_should_not_is_caught_by_the_suite() -> No
 # ---- what is refused, and what dies ----------------------------------------------------------------------------------------
 
 
-def run(program: Callable[[OutsideLearner, Batches, Folder], Awaitable[None]], tmp_path: Path) -> None:
+def run(program: Callable[[OutsideLearner, OfferedBatches, Folder], Awaitable[None]], tmp_path: Path) -> None:
     async def limited() -> None:
         folder = Folder(tmp_path)
         async with asyncio.timeout(30):
@@ -113,7 +113,7 @@ async def begun(learner: OutsideLearner) -> asyncio.Task[Any]:
 
 
 def test_publications_that_are_wrong_are_refused_by_name_and_change_nothing(tmp_path: Path) -> None:
-    async def program(learner: OutsideLearner, batches: Batches, folder: Folder) -> None:
+    async def program(learner: OutsideLearner, batches: OfferedBatches, folder: Folder) -> None:
         await learner.ready()
         assert folder.announced == [(0, folder.announced[0][1])]
         before, sound = flat_weights(await learner.weights()), folder.write(1, await learner.weights())
@@ -157,12 +157,12 @@ def test_publications_that_are_wrong_are_refused_by_name_and_change_nothing(tmp_
     run(program, tmp_path)
 
 
-async def claimed(batches: Batches, expires_s: float) -> Lease:
+async def claimed(batches: OfferedBatches, expires_s: float) -> Lease:
     return await batches.claim(TRAIN, Want(groups=1, expires_s=expires_s))
 
 
 def test_the_batch_of_a_learner_that_dies_goes_to_the_next_and_is_trained_once(tmp_path: Path) -> None:
-    async def program(learner: OutsideLearner, batches: Batches, folder: Folder) -> None:
+    async def program(learner: OutsideLearner, batches: OfferedBatches, folder: Folder) -> None:
         stepping = await begun(learner)
         dead = await claimed(batches, 0.05)
         again = await claimed(batches, 60)

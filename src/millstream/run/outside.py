@@ -24,7 +24,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.outside import OutsideEngine
 from millstream.errors import EngineError
 from millstream.events import EventSink
-from millstream.learner.outside import Batches, OutsideLearner
+from millstream.learner.outside import OfferedBatches, OutsideLearner
 from millstream.model.adapters import trained_weights
 from millstream.model.load import context_length
 from millstream.model.safetensors_io import write_weights
@@ -88,7 +88,7 @@ class OutsideParts:
         self._run = run
         engines = [engine for engine in fleet.router.engines if isinstance(engine, OutsideEngine)]
         self.engine = engines[0] if engines else None
-        self.batches = Batches() if run.config.learner.kind == "outside" else None
+        self.batches = OfferedBatches() if run.config.learner.kind == "outside" else None
         self.service = OutsideService(
             service_config(run), engine=self.engine, batches=self.batches, describe=self._describe, token=token
         )
