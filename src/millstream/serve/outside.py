@@ -30,6 +30,7 @@ from millstream.learner.outside import OfferedBatches, OutsideLearner
 from millstream.serve.http import BodyReader, respond
 from millstream.serve.store.bodies import NewWeights, PutBody
 from millstream.serve.store.service import Section, StoreServiceConfig, WeightsNotices, sections_app
+from millstream.types import Metrics
 
 CLAIMS = ("claim", "renew", "give_back", "acknowledge")
 
@@ -89,13 +90,14 @@ class OutsideService:
 
     async def show(self, request: Request) -> Response:
         newest = self.notices.newest
-        where = (
+        found = self._describe()
+        found |= (
             {"version": None, "where": None} if newest is None else {"version": newest.version, "where": newest.where}
         )
-        return respond(request, {**self._describe(), **where})
+        return respond(request, found)
 
     async def _publish(self, new: NewWeights) -> None:
         if self.learner is None:
             raise StoreError("not admitted: this run publishes weights itself, or does not train yet")
-        metrics = {} if new.metrics is UNSET else new.metrics
+        metrics: Metrics = {} if new.metrics is UNSET else new.metrics
         await self.learner.publish(new.version, new.where or "", metrics)
