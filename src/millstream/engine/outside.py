@@ -358,4 +358,4 @@ def _numbers(name: str, values: Any, kinds: str) -> list[Any]:
         found = np.array(["lists"])
     if found.ndim != 1 or found.dtype.kind not in kinds:
         raise RefusedRows(f"malformed: {name} is {str(values)[:40]!r}: expected a list of numbers")
-    return found.tolist()
+    return list(found.tolist())

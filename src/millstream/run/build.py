@@ -207,6 +207,8 @@ def build_engine(
             engine = servers.engine(name)
             servers.close()
             return engine
+        case "outside":
+            raise ConfigError('engine.kind = "outside": programs connect to a run, and there is none here')
 
 
 def _torch_engine(
