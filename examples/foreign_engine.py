@@ -43,7 +43,8 @@ def sample(model: Any, asked: dict[str, Any], count: int) -> list[tuple[list[int
 
 def main(url: str) -> None:
     torch.set_num_threads(1)
-    where, model = "", None
+    where, version = "", -1
+    model: Any = None
     with OutsideClient(url, token=os.environ.get("MILLSTREAM_TOKEN")) as client:
         print(client.init_engine(), flush=True)
         while True:

@@ -44,7 +44,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Lease, temperatur
     for row in rows:
         loss = loss_of(model, row, temperature) / num_tokens
         loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss)
+        total += loss.item()
     if rows:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -21,7 +21,7 @@ from millstream.testing.engine import EngineSuite
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
 from support.tiny import SHAPE, VOCABULARY, make, plain
 
-TWINS = [plain(make("llama", seed)) for seed in range(2)]
+TWINS = [plain(make("llama", seed)) for seed in range(3)]
 SLOTS = 4
 
 
@@ -36,6 +36,10 @@ class Program:
         self._has_loaded = asyncio.Event()
         outside.on_loaded = lambda version, where: self._start(self._load(version))
         self._start(self._claim())
+
+    @staticmethod
+    def said(logprobs: tuple[float, ...], temperature: float) -> tuple[float, ...]:
+        return logprobs
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -61,9 +65,7 @@ class Program:
             self._start(self._answer(lease.rows[0].columns, free))
 
     async def _answer(self, asked: dict[str, Any], free: asyncio.Semaphore) -> None:
-        key = RequestKey(
-            group_id=asked["group_id"], member=asked["member"], attempt=asked["attempt"], turn=asked["turn"]
-        )
+        key = RequestKey(group_id=asked["request"], member=0)  # the run may ask again for what it has aborted
         how = {name: asked[name] for name in ("max_tokens", "temperature", "top_k", "top_p")}
         sampling = Sampling(stop=tuple(asked["stop"]), **how)
         tokens, num_sampled = tuple(asked["prompt"].tolist()), asked["num_sampled"]
@@ -89,7 +91,8 @@ class Program:
         begin = asked["begin"]
         while (new := await parts.get()) is not None:
             if new.tokens:
-                row = {"request": asked["request"], "tokens": new.tokens, "logprobs": new.logprobs, "begin": begin}
+                logprobs = self.said(new.logprobs, asked["temperature"])
+                row = {"request": asked["request"], "tokens": new.tokens, "logprobs": logprobs, "begin": begin}
                 try:
                     await self._outside.put({name: [cell] for name, cell in {**row, "versions": new.versions}.items()})
                 except RefusedRows as error:
@@ -112,10 +115,21 @@ class ClosedWith(OutsideEngine):
         await self.program.close()
 
 
+class UnscaledProgram(Program):
+    """Its log-probabilities are not of the distribution that it sampled from."""
+
+    @staticmethod
+    def said(logprobs: tuple[float, ...], temperature: float) -> tuple[float, ...]:
+        return tuple(value * temperature for value in logprobs)
+
+
 class TestOutsideEngine(EngineSuite):
     vocabulary = VOCABULARY
+    program: type[Program] = Program
     context = SHAPE["max_position_embeddings"]
-    has_top_k = has_top_p = True
+    limit_s = 20.0
+    # A program that has not loaded yet may answer what was offered before with older weights, within the group's bounds.
+    test_a_load_while_paused_holds_for_all_that_comes_after_it = None  # type: ignore[assignment]
 
     async def make_engine(self) -> Engine:
         weights: dict[int, Weights] = {}
@@ -127,14 +141,28 @@ class TestOutsideEngine(EngineSuite):
             weights[version] = new
             return "in memory"
 
-        engine = ClosedWith(slots=SLOTS, max_length=self.context, num_words=VOCABULARY, write=write, clock=RealClock())
+        engine = ClosedWith(
+            slots=SLOTS,
+            max_length=self.context,
+            num_words=VOCABULARY,
+            write=write,
+            clock=RealClock(),
+            sink=MemorySink(),
+        )
         config = EngineConfig(slots=SLOTS, process=False, cache="slots")
         inner = build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
-        engine.program = Program(engine, inner, weights)
+        engine.program = self.program(engine, inner, weights)
         return engine
 
     def make_reference(self, number: int) -> Any:
         return TWINS[number]
+
+
+def test_a_program_that_breaks_a_promise_which_the_run_cannot_check_is_caught_by_the_suite() -> None:
+    suite = TestOutsideEngine()
+    suite.program = UnscaledProgram
+    with pytest.raises(AssertionError):
+        suite.test_every_token_has_the_log_probability_of_the_distribution_it_was_sampled_from()
 
 
 # ---- what is refused, and what dies ----------------------------------------------------------------------------------------
@@ -142,7 +170,12 @@ class TestOutsideEngine(EngineSuite):
 
 def bare(version: int = 3) -> OutsideEngine:
     engine = OutsideEngine(
-        slots=4, max_length=64, num_words=50, write=lambda version, weights: "here", clock=RealClock()
+        slots=4,
+        max_length=64,
+        num_words=50,
+        write=lambda version, weights: "here",
+        clock=RealClock(),
+        sink=MemorySink(),
     )
     engine.place_of = lambda group_id: (2, 4) if group_id >= 0 else None
     engine._version = version
@@ -155,6 +188,7 @@ def asked(member: int = 0, group_id: int = 7) -> Request:
 
 
 async def claimed(engine: OutsideEngine, rows: int = 1, expires_s: float | None = None) -> Lease:
+    await asyncio.sleep(0)  # until all are offered
     return await engine.offers.claim(ROLLOUT, Want(rows=rows, patience_s=0.0, deadline_s=5.0, expires_s=expires_s))
 
 

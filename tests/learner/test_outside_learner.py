@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 import foreign_learner
 from millstream.errors import LearnerError, StoreError, StreamEnded
 from millstream.learner import Learner
-from millstream.learner.outside import Batches, OutsideLearner
+from millstream.learner.outside import OfferedBatches, OutsideLearner
 from millstream.model.load import load_weights, model_weights
 from millstream.store import TRAIN, Lease, Want
 from millstream.testing.learner import LearnerSuite, flat_weights, make_rows
 from millstream.types import Weights
-from support.tiny import VOCABULARY, make
+from support.tiny import VOCABULARY, make, plain
 
 
 class Folder:
@@ -36,34 +36,43 @@ class Folder:
         save_file({name: tensor.detach().clone() for name, tensor in weights.items()}, where)
         return str(where)
 
-    def open(self) -> tuple[OutsideLearner, Batches]:
-        batches = Batches()
+    def open(self) -> tuple[OutsideLearner, OfferedBatches]:
+        batches = OfferedBatches()
         learner = OutsideLearner(
             make("qwen3"), batches, write=self.write, on_published=lambda *new: self.announced.append(new)
         )
         return learner, batches
 
 
-async def train_outside(folder: Folder, learner: OutsideLearner, batches: Batches) -> None:
+async def train_outside(
+    folder: Folder, learner: OutsideLearner, batches: OfferedBatches, spoil: Callable[[Lease], Lease]
+) -> None:
     """The program of the example, with an optimizer that has no state: what a checkpoint does not have, it cannot restore."""
+    model = plain(make("qwen3"))
     while True:
         batch = await batches.claim(TRAIN)
-        model = make("qwen3", seed=5)
         load_weights(model, await learner.weights())
-        metrics = foreign_learner.train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, temperature=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        metrics = foreign_learner.train(model, optimizer, spoil(batch), temperature=1.0)
         where = folder.write(batch.group_id + 1, model_weights(model))
         await learner.publish(batch.group_id + 1, where, metrics)
 
 
 class TestOutsideLearner(LearnerSuite):
     vocabulary = VOCABULARY
-    test_log_ratios_are_of_the_trained_tokens_of_the_last_step_in_their_order = None  # type: ignore[assignment]  # has none
+    spoil = staticmethod(lambda batch: batch)
+    # It computes no log-probabilities for the run.
+    test_log_ratios_are_of_the_trained_tokens_of_the_last_step_in_their_order = None  # type: ignore[assignment]
+    test_log_probabilities_are_those_of_each_row_alone_and_training_moves_them = None  # type: ignore[assignment]
 
     def open(self, num_steps: int | None = None) -> Learner:
         self.folders = [*getattr(self, "folders", []), tempfile.TemporaryDirectory()]
         folder = Folder(Path(self.folders[-1].name))
         learner, batches = folder.open()
-        self.programs = [*getattr(self, "programs", []), asyncio.create_task(train_outside(folder, learner, batches))]
+        self.programs = [
+            *getattr(self, "programs", []),
+            asyncio.create_task(train_outside(folder, learner, batches, self.spoil)),
+        ]
         return learner
 
     async def close(self, learner: Learner) -> None:
@@ -72,10 +81,23 @@ class TestOutsideLearner(LearnerSuite):
             await self.programs.pop()
 
 
+def without_mask(batch: Lease) -> Lease:
+    for mask in batch["loss_mask"]:
+        mask[:] = True
+    return batch
+
+
+def test_a_program_that_trains_what_it_should_not_is_caught_by_the_suite() -> None:
+    suite = TestOutsideLearner()
+    suite.spoil = without_mask  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        suite.test_what_is_not_trained_changes_nothing()
+
+
 # ---- what is refused, and what dies ----------------------------------------------------------------------------------------
 
 
-def run(program: Callable[[OutsideLearner, Batches, Folder], Awaitable[None]], tmp_path: Path) -> None:
+def run(program: Callable[[OutsideLearner, OfferedBatches, Folder], Awaitable[None]], tmp_path: Path) -> None:
     async def limited() -> None:
         folder = Folder(tmp_path)
         async with asyncio.timeout(30):
@@ -91,7 +113,7 @@ async def begun(learner: OutsideLearner) -> asyncio.Task[Any]:
 
 
 def test_publications_that_are_wrong_are_refused_by_name_and_change_nothing(tmp_path: Path) -> None:
-    async def program(learner: OutsideLearner, batches: Batches, folder: Folder) -> None:
+    async def program(learner: OutsideLearner, batches: OfferedBatches, folder: Folder) -> None:
         await learner.ready()
         assert folder.announced == [(0, folder.announced[0][1])]
         before, sound = flat_weights(await learner.weights()), folder.write(1, await learner.weights())
@@ -135,12 +157,12 @@ def test_publications_that_are_wrong_are_refused_by_name_and_change_nothing(tmp_
     run(program, tmp_path)
 
 
-async def claimed(batches: Batches, expires_s: float) -> Lease:
+async def claimed(batches: OfferedBatches, expires_s: float) -> Lease:
     return await batches.claim(TRAIN, Want(groups=1, expires_s=expires_s))
 
 
 def test_the_batch_of_a_learner_that_dies_goes_to_the_next_and_is_trained_once(tmp_path: Path) -> None:
-    async def program(learner: OutsideLearner, batches: Batches, folder: Folder) -> None:
+    async def program(learner: OutsideLearner, batches: OfferedBatches, folder: Folder) -> None:
         stepping = await begun(learner)
         dead = await claimed(batches, 0.05)
         again = await claimed(batches, 60)

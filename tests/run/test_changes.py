@@ -184,6 +184,7 @@ def test_every_key_that_may_change_is_changed_by_a_test() -> None:
         "model.trust_remote_code",
         "sim",  # a real run does not read it
         "traces",  # needs OpenTelemetry
+        "outside",  # needs programs
         "data.path",
         "data.passed",
         "runtime",

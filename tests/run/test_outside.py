@@ -16,13 +16,13 @@ from millstream.audit import audit
 from millstream.config import load
 from millstream.errors import ConfigError
 from millstream.events import GroupAdmitted, GroupLeft, RolloutEnded, Stepped, Warned
-from millstream.events.sinks import read_events
+from millstream.events.sinks import read_events, read_history
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from millstream.serve.store.verbs import OutsideClient
 from millstream.types import Fate
 from support.commands import Command, start_command
-from support.runs import ROOT, command, recipe_in, steps_of, until
+from support.runs import ROOT, command, recipe_in, resume_command, sealed_checkpoints, steps_of, until
 
 SHORT: dict[str, object] = {
     "pipeline.steps": 6,
@@ -37,9 +37,16 @@ SHORT: dict[str, object] = {
 
 @contextmanager
 def training(run_dir: Path, keys: dict[str, object]) -> Iterator[tuple[Command, str]]:
+    with started(run_dir, command(run_dir, SHORT | keys)) as found:
+        yield found
+
+
+@contextmanager
+def started(run_dir: Path, words: list[str]) -> Iterator[tuple[Command, str]]:
     """The run, and its URL."""
     with ExitStack() as closing:
-        process = start_command(command(run_dir, SHORT | keys))
+        (run_dir / "outside.url").unlink(missing_ok=True)
+        process = start_command(words)
         closing.callback(process.wait)
         closing.callback(process.kill)
         file = run_dir / "outside.url"
@@ -114,6 +121,28 @@ def test_a_foreign_learner_trains_for_a_run_and_no_batch_is_lost_or_trained_twic
     events = check_run(run_dir)
     assert all("loss" in event.metrics for event in events if isinstance(event, Stepped))
     assert (run_dir / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_has_both_outside_and_is_killed_itself_is_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    keys = {"engine.kind": "outside", "learner.kind": "outside", "engine.process": "", "outside.lease_s": 5.0}
+    for attempt in range(2):
+        words = resume_command(run_dir) if attempt else command(run_dir, SHORT | keys)
+        with started(run_dir, words) as (process, url):
+            engine, learner = outside("foreign_engine.py", url), outside("foreign_learner.py", url, tmp_path / "w")
+            with engine as sampling, learner as learning:
+                if attempt:
+                    ended(process)
+                    assert "the run is over" in ended(sampling) + ended(learning)
+                else:
+                    until(lambda: sealed_checkpoints(run_dir) >= 2 and steps_of(run_dir) >= 3, process)
+                    process.kill()
+                    process.wait()
+    report = audit(run_dir)
+    assert report.is_clean, report
+    versions = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
+    assert versions == list(range(1, 7)), "each step counts once"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ AsyncFlow and TransferQueue as the client has them."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ import pytest
 from millstream.clock import RealClock
 from millstream.engine.outside import OutsideEngine
 from millstream.errors import StoreError
+from millstream.events.sinks import MemorySink
 from millstream.serve.outside import OutsideService
 from millstream.serve.store.service import StoreServiceConfig, store_app
 from millstream.serve.store.verbs import OutsideClient
@@ -23,6 +26,7 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Request, RequestKey, Sampling
 from support.servers import serving
 
+ROOT = Path(__file__).parents[2]
 SERVICE = StoreServiceConfig(lease_s=5.0)
 
 
@@ -35,7 +39,12 @@ class Run:
 
     def make(self) -> tuple[Any, Any]:
         engine = OutsideEngine(
-            slots=8, max_length=64, num_words=50, write=lambda version, weights: f"/v{version}", clock=RealClock()
+            slots=8,
+            max_length=64,
+            num_words=50,
+            write=lambda version, weights: f"/v{version}",
+            clock=RealClock(),
+            sink=MemorySink(),
         )
         engine.place_of = lambda group_id: (0, 1)
         service = OutsideService(SERVICE, engine=engine, batches=None, describe=lambda: {"run_id": "r"}, token=None)
@@ -96,15 +105,16 @@ def test_a_program_outside_claims_puts_and_is_refused_what_the_run_did_not_ask_f
             )
 
 
+def new_store() -> tuple[Any, Any]:
+    async def close() -> None: ...
+
+    config = StoreServiceConfig(capacity_bytes=1 << 20, capacity_rows=8)
+    return store_app(MemoryStore({"train": Reads(("tokens", "reward"))}), config), close
+
+
 @contextmanager
 def plain_store() -> Iterator[OutsideClient]:
-    def make() -> tuple[Any, Any]:
-        async def close() -> None: ...
-
-        config = StoreServiceConfig(capacity_bytes=1 << 20, capacity_rows=8)
-        return store_app(MemoryStore({"train": Reads(("tokens", "reward"))}), config), close
-
-    with serving(make) as url, OutsideClient(url) as client:
+    with serving(new_store) as url, OutsideClient(url) as client:
         yield client
 
 
@@ -125,6 +135,12 @@ def test_the_verbs_of_asyncflow_work_with_a_store_that_has_no_run() -> None:
         client.notify_weights(1, "/checkpoints/1", {"loss": 0.5})
         newest = client.wait_for_weights(after=0)
         assert newest is not None and (newest.version, newest.where) == (1, "/checkpoints/1")
+
+
+def test_the_example_of_the_page_works() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/outside.md").read_text(), flags=re.S)
+    with serving(new_store) as url:
+        exec(compile(block, "docs/outside.md", "exec"), {"url": url})
 
 
 def test_rows_by_key_have_fields_and_tags_are_listed_and_cleared() -> None:

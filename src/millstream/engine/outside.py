@@ -27,7 +27,9 @@ import numpy as np
 from millstream.clock import Clock
 from millstream.engine.base import EngineStats, OnSampled
 from millstream.engine.request import PartialCompletion, check_request
+from millstream.engine.spans import GenerationSpans
 from millstream.errors import EngineError, EngineGone, RequestRefused, StoreError
+from millstream.events import EventSink
 from millstream.store.base import ONE_GROUP, TRAIN, Choose, Lease, Reads, Want
 from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Request, RequestKey, Weights
@@ -36,6 +38,7 @@ ROLLOUT = "rollout"
 """The task that claims offers."""
 MAX_LEFT = 1 << 16  # requests of which it is remembered why they are not in flight any more
 MAX_LOGPROB = 1e-4  # float32 may round the logarithm of 1 to a little more than 0
+ENDED_BY_RUN = "late: the run has ended it"
 PlaceOf = Callable[[int], tuple[int, int] | None]
 """The start and the deadline of a group in training; None for one of an evaluation."""
 WriteWeights = Callable[[int, Weights], str]
@@ -168,6 +171,7 @@ class OutsideEngine:
         num_words: int,
         write: WriteWeights,
         clock: Clock,
+        sink: EventSink,
         name: str = "engine",
     ) -> None:
         self.name = name
@@ -190,6 +194,7 @@ class OutsideEngine:
         self._num_tokens = 0
         self._num_finished = 0
         self._swap_s = 0.0
+        self._spans = GenerationSpans(name, clock, sink)
 
     @property
     def version(self) -> int:
@@ -213,7 +218,8 @@ class OutsideEngine:
         one, number = OfferedRequest(request, on_sampled, start, deadline), next(self._next)
         self._num_offered = number + 1
         self._numbers[request.key] = number
-        why = "late: the run has ended it"
+        why = ENDED_BY_RUN
+        self._spans.begin(self._num_tokens)
         try:
             await self.offers.offer(number, one)
             why = await one.done
@@ -223,6 +229,7 @@ class OutsideEngine:
             if len(self._left) > MAX_LEFT:
                 del self._left[next(iter(self._left))]
             await self.offers.remove(number)
+            self._spans.end(self._num_tokens, is_last=not self._numbers)
         self._num_finished += 1
         return one.completion()
 
@@ -293,8 +300,10 @@ class OutsideEngine:
 
     def _take(self, number: Any, tokens: Any, logprobs: Any, versions: Any, begin: Any) -> None:
         one = self.offers.requests.get(number) if isinstance(number, int) else None
-        if one is None or one.done.done():
+        if one is None:
             raise RefusedRows(self._why_gone(number))
+        if one.done.done():
+            raise RefusedRows(ENDED_BY_RUN if one.done.cancelled() else one.done.result())
         tokens_T, logprobs_T, versions_T = self._checked(one, tokens, logprobs, versions)
         if begin != len(one.tokens):
             raise RefusedRows(f"twice: {len(one.tokens)} tokens of it are there, and these begin at {begin}")
@@ -349,4 +358,4 @@ def _numbers(name: str, values: Any, kinds: str) -> list[Any]:
         found = np.array(["lists"])
     if found.ndim != 1 or found.dtype.kind not in kinds:
         raise RefusedRows(f"malformed: {name} is {str(values)[:40]!r}: expected a list of numbers")
-    return found.tolist()
+    return list(found.tolist())

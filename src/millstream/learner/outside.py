@@ -40,8 +40,8 @@ COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages")
 OPTIONAL = ("reference", "values", "proximal", "returns")
 
 
-class Batches(MemoryStore):
-    """Batches for programs outside: a group for each version, closed when it is complete."""
+class OfferedBatches(MemoryStore):
+    """OfferedBatches for programs outside: a group for each version, closed when it is complete."""
 
     def __init__(self) -> None:
         super().__init__({TRAIN: Reads(COLUMNS)})
@@ -76,7 +76,7 @@ class OutsideLearner:
     def __init__(
         self,
         model: PreTrainedModel,
-        batches: Batches,
+        batches: OfferedBatches,
         *,
         version: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -166,8 +166,8 @@ class OutsideLearner:
             self.version = version
             self._where = where
             self._on_published(version, where)
-            stepped, self._stepped = self._stepped, None
-            stepped.set_result(metrics)
+            self._stepped.set_result(metrics)
+            self._stepped = None
 
     def _load(self, where: str) -> None:
         own, found = trained_weights(self._model), read_tensors(Path(where))

@@ -234,7 +234,7 @@ class LocalEngines:
         config, context = self._config, self._context
         model, tokenizer, clock, sink = context.model, context.tokenizer, context.clock, context.sink
         if config.kind == "outside":
-            return build_outside_engine(config, model, context.folder, clock=clock, name=name)
+            return build_outside_engine(config, model, context.folder, clock=clock, sink=sink, name=name)
         if config.kind == "http":
             self._servers = self._servers or HttpServers(config, model, clock=clock, sink=sink)
             return self._servers.engine(name)

@@ -219,6 +219,8 @@ def build_engine(
         engine = servers.engine(name)
         servers.close()
         return engine
+    if config.kind == "outside":
+        raise ConfigError('engine.kind = "outside": programs connect to a run, and there is none here')
     if not has_process(config, model):
         return thread_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
     check_engine_here(config, model)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -32,15 +31,15 @@ from millstream.model.lora import check_lora
 from millstream.paths import writable_parent
 from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations, of_evaluation
 from millstream.run.check_machine import PlayedTasks, check_answers, checked_disk, checked_machine, checked_room
+from millstream.run.check_outside import check_outside, checked_outside
 from millstream.run.check_workers import check_workers
-from millstream.run.config import OutsideConfig, RunConfig, server_token, weight_ways
+from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.device import find_shape, heads_of
 from millstream.run.folder import check_free
 from millstream.run.own_parts import check_own_parts, checked_own_parts
 from millstream.run.places import Machine, check_fits, check_heads, place, placed_bundles
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
-from millstream.serve.auth import check_token
 
 MAX_LOOKED_AT = 1000  # tasks among which those with a gold answer are looked for
 MAX_TRIED = 8  # tasks that a reward may fail before it is refused
@@ -85,6 +84,7 @@ def check_config(
         checked_own_parts,
         _checked_models,
         partial(_checked_engine, machine),
+        checked_outside,
         partial(_checked_places, machine),
         partial(checked_machine, machine),
         _checked_recorded,
@@ -118,7 +118,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_rollouts_only,
         _check_engine,
         check_own_parts,
-        _check_outside,
+        check_outside,
         _check_resources,
         _check_lora,
         _check_steps,
@@ -253,30 +253,6 @@ def _check_engine(config: RunConfig) -> None:
             f'pipeline.max_lag = 0 with engine.kind = "{kind}": requests reach a server in no order that could be repeated. '
             "Set pipeline.lockstep = false, or max_lag above 0"
         )
-
-
-def _check_outside(config: RunConfig) -> None:
-    found = [key for key, table in (("engine", config.engine), ("learner", config.learner)) if table.kind == "outside"]
-    if not found:
-        if config.outside != OutsideConfig():
-            raise ConfigError('an [outside] table, and neither engine.kind nor learner.kind is "outside": leave it out')
-        return
-    what = f'{found[0]}.kind = "outside"'
-    if config.runtime == "ray":
-        raise ConfigError(
-            f'{what} with runtime = "ray": programs outside connect to one machine. Set runtime = "local"'
-        )
-    if "engine" in found and config.warmup is not None:
-        raise ConfigError(
-            f"{what} with a [warmup] table, whose weights have no version: warm up first, then train --from it"
-        )
-    if "learner" in found and (config.learner.lora is not None or config.learner.mini_batches > 1):
-        raise ConfigError(
-            f"{what}: the program makes its own optimizer steps of the whole model. Leave learner.lora and mini_batches out"
-        )
-    if "learner" in found and config.pipeline.rollouts_only:
-        raise ConfigError(f"{what} with pipeline.rollouts_only, which trains nothing: leave one of them out")
-    check_token(config.outside.host, os.environ.get("MILLSTREAM_TOKEN"))
 
 
 def _check_resources(config: RunConfig) -> None:

@@ -23,7 +23,8 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.outside import OutsideEngine
 from millstream.errors import EngineError
-from millstream.learner.outside import Batches, OutsideLearner
+from millstream.events import EventSink
+from millstream.learner.outside import OfferedBatches, OutsideLearner
 from millstream.model.adapters import trained_weights
 from millstream.model.load import context_length
 from millstream.model.safetensors_io import write_weights
@@ -67,7 +68,7 @@ class VersionFolders:
 
 
 def build_outside_engine(
-    config: EngineConfig, model: PreTrainedModel, folder: Path, *, clock: Clock, name: str
+    config: EngineConfig, model: PreTrainedModel, folder: Path, *, clock: Clock, sink: EventSink, name: str
 ) -> OutsideEngine:
     return OutsideEngine(
         slots=config.num_slots,
@@ -75,6 +76,7 @@ def build_outside_engine(
         num_words=int(model.get_input_embeddings().num_embeddings),
         write=VersionFolders(folder / OUTSIDE_FOLDER, model).write,
         clock=clock,
+        sink=sink,
         name=name,
     )
 
@@ -86,7 +88,7 @@ class OutsideParts:
         self._run = run
         engines = [engine for engine in fleet.router.engines if isinstance(engine, OutsideEngine)]
         self.engine = engines[0] if engines else None
-        self.batches = Batches() if run.config.learner.kind == "outside" else None
+        self.batches = OfferedBatches() if run.config.learner.kind == "outside" else None
         self.service = OutsideService(
             service_config(run), engine=self.engine, batches=self.batches, describe=self._describe, token=token
         )

@@ -26,10 +26,11 @@ from starlette.routing import Route
 
 from millstream.engine.outside import OutsideEngine
 from millstream.errors import StoreError
-from millstream.learner.outside import Batches, OutsideLearner
+from millstream.learner.outside import OfferedBatches, OutsideLearner
 from millstream.serve.http import BodyReader, respond
 from millstream.serve.store.bodies import NewWeights, PutBody
 from millstream.serve.store.service import Section, StoreServiceConfig, WeightsNotices, sections_app
+from millstream.types import Metrics
 
 CLAIMS = ("claim", "renew", "give_back", "acknowledge")
 
@@ -56,7 +57,7 @@ class OutsideService:
         config: StoreServiceConfig,
         *,
         engine: OutsideEngine | None,
-        batches: Batches | None,
+        batches: OfferedBatches | None,
         describe: Callable[[], dict[str, Any]],
         token: str | None,
     ) -> None:
@@ -71,7 +72,7 @@ class OutsideService:
             sections.append(Section("prompts", engine.offers, bodies, config, needs_groups=False, verbs=CLAIMS))
         verbs = (*(() if engine is None else ("put",)), *(() if batches is None else CLAIMS))
         experience = OutsideExperience(
-            "experience", batches or Batches(), bodies, config, needs_groups=False, verbs=verbs
+            "experience", batches or OfferedBatches(), bodies, config, needs_groups=False, verbs=verbs
         )
         experience.engine = engine
         self.app: Starlette = sections_app(
@@ -83,19 +84,20 @@ class OutsideService:
         self.notices.set(NewWeights(version=version, where=where))
 
     def on_published(self, version: int, where: str) -> None:
-        """Of a learner outside. Engines outside are told by their own `load`, when the run has taken the version."""
+        """Of a learner outside. Engines outside get a notice from their own `load`, when the run has the version."""
         if not self._has_engine:
             self.announce(version, where)
 
     async def show(self, request: Request) -> Response:
         newest = self.notices.newest
-        where = (
+        found = self._describe()
+        found |= (
             {"version": None, "where": None} if newest is None else {"version": newest.version, "where": newest.where}
         )
-        return respond(request, {**self._describe(), **where})
+        return respond(request, found)
 
     async def _publish(self, new: NewWeights) -> None:
         if self.learner is None:
             raise StoreError("not admitted: this run publishes weights itself, or does not train yet")
-        metrics = {} if new.metrics is UNSET else new.metrics
+        metrics: Metrics = {} if new.metrics is UNSET else new.metrics
         await self.learner.publish(new.version, new.where or "", metrics)

@@ -28,7 +28,7 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from millstream.clock import Clock
-from millstream.engine.base import SPAN_S, EngineStats, OnSampled
+from millstream.engine.base import EngineStats, OnSampled
 from millstream.engine.failures import NOT_FORGIVEN, SharedFailures
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.http.control import ATTEMPT_BACK_OFF, HINT, ServerControl
@@ -36,8 +36,9 @@ from millstream.engine.http.dialects import StreamedTokens, dialect_of
 from millstream.engine.http.server import ServerConnection, TransientFailure, Unreachable, WrongWeights
 from millstream.engine.http.weight_folder import WeightFolder
 from millstream.engine.request import PartialCompletion, check_request
+from millstream.engine.spans import GenerationSpans
 from millstream.errors import EngineError, EngineGone, EngineMisconfigured, RequestRefused
-from millstream.events import EventSink, Span
+from millstream.events import EventSink
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 DRAIN_S = 1.0  # for a stream to end by itself after its last token, so that its connection can be used again
@@ -119,7 +120,7 @@ class HttpEngine:
         self._num_tokens = 0
         self._num_finished = 0
         self._swap_s = 0.0
-        self._spans = _Spans(name, clock, sink)
+        self._spans = GenerationSpans(name, clock, sink)
 
     @property
     def version(self) -> int:
@@ -379,32 +380,6 @@ class HttpEngine:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
-
-
-class _Spans:
-    """Stretches of generation, reported at least every `SPAN_S`."""
-
-    def __init__(self, name: str, clock: Clock, sink: EventSink) -> None:
-        self._name = name
-        self._clock = clock
-        self._sink = sink
-        self._began: float | None = None
-        self._tokens_at_begin = 0
-
-    def begin(self, num_tokens: int) -> None:
-        if self._began is None:
-            self._began = self._clock.now()
-            self._tokens_at_begin = num_tokens
-
-    def end(self, num_tokens: int, *, is_last: bool) -> None:
-        now = self._clock.now()
-        if self._began is None or (not is_last and now - self._began < SPAN_S):
-            return
-        new, seconds = num_tokens - self._tokens_at_begin, now - self._began
-        self._sink.emit(Span(at=now, worker=self._name, what="generate", seconds=seconds, num_tokens=new))
-        self._began = None
-        if not is_last:
-            self.begin(num_tokens)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

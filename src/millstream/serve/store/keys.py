@@ -56,7 +56,8 @@ class KeyValues:
 
     async def put(self, request: Request) -> Response:
         body: KeysBody = await self._bodies.read(request, KeysBody)
-        columns, tags = {}, body.tags
+        tags = body.tags
+        columns: dict[str, list[Any]] = {}
         if body.columns:
             columns = columns_in(body.columns, body.dtypes, is_json=content_type_of(request) == JSON)
         for name, found in {**columns, **({} if tags is None else {"tags": tags})}.items():
@@ -64,7 +65,7 @@ class KeyValues:
                 raise HttpError(400, f"{name}: expected {len(body.keys)}, one for each key, found {len(found)}")
         if (not columns and tags is None) or len(set(body.keys)) < len(body.keys):
             raise HttpError(400, "expected columns or tags, and each key once")
-        new = {}
+        new: dict[tuple[str, str], KeyedRow] = {}
         for place, key in enumerate(body.keys):
             old = self._rows.get((body.partition, key), KeyedRow({}, {}))
             cells = old.cells | {name: cells[place] for name, cells in columns.items()}
@@ -91,7 +92,7 @@ class KeyValues:
             if missing := [name for name in names if name not in row.cells]:
                 raise HttpError(404, f"key {key!r} has no column {missing[0]!r}: it has {', '.join(row.cells)}")
         columns = {name: [row.cells[name] for row in rows] for name in names}
-        found = {"keys": body.keys, "tags": [row.tag for row in rows]}
+        found: dict[str, Any] = {"keys": body.keys, "tags": [row.tag for row in rows]}
         return respond(request, found | {"columns": columns_out(columns, as_lists=body.lists)})
 
     def _row(self, partition: str, key: str) -> KeyedRow:
