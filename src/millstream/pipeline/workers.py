@@ -35,7 +35,7 @@ from millstream.pipeline.worker_host import (
     CancelTurn,
     CloseLine,
     GateOpened,
-    Generate,
+    GenerateTurn,
     HostSetup,
     LineLost,
     OpenLine,
@@ -218,7 +218,7 @@ class RolloutWorkers:
         if self._is_closing:
             return
         match message:
-            case Generate():
+            case GenerateTurn():
                 key = message.request.key
                 self._turns[key] = self._context.spawn(self._turn(worker, remote, message, number))
             case AbortTurn():
@@ -232,7 +232,7 @@ class RolloutWorkers:
             case LineLost():
                 self._context.spawn(self._check_line(worker, message.engine))
 
-    async def _turn(self, worker: _Worker, remote: RolloutWorker, message: Generate, number: int) -> None:
+    async def _turn(self, worker: _Worker, remote: RolloutWorker, message: GenerateTurn, number: int) -> None:
         request, key = message.request, message.request.key
         place = worker.places.get(RequestKey(group_id=key.group_id, member=key.member, attempt=key.attempt))
         try:

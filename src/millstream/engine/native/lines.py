@@ -56,7 +56,7 @@ class _Line:
 
 
 class LinkHub:
-    """The lines of an engine's process, beside its connection to the driver. Used by the thread of the decode loop."""
+    """The lines of an engine's process. Used by the thread of the decode loop."""
 
     def __init__(self) -> None:
         self._server = socket.create_server((own_host(), 0), backlog=64)
