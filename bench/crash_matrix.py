@@ -397,7 +397,7 @@ def known(out: Path) -> list[Result]:
 def table(results: Sequence[Result]) -> str:
     """In Markdown: victim by moment, the random ones by victim, and whatever failed in its own words."""
     rows = ["| killed | " + " | ".join(f"while {moment}" for moment in MOMENTS) + " | at random |", "|---" * 6 + "|"]
-    for victim in VICTIMS:
+    for victim in (*VICTIMS, ROLLOUT):
         of_it = [result for result in results if result.cell.victim == victim]
         cells = [_shown([result for result in of_it if result.cell.moment == moment]) for moment in (*MOMENTS, RANDOM)]
         rows.append(f"| {victim} | " + " | ".join(cells) + " |")

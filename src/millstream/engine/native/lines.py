@@ -168,7 +168,7 @@ class LinkHub:
             line, theirs = self._orders.pop(number, (None, number))
             (rest if line is None else own(line)).done.append((theirs, error))
         for line in self._lines.values():
-            if line in of or line.version != report.version:
+            if line in of or line.version != report.version or report.spans:  # that it works is known by its reports
                 self._tell(line, of.get(line, WorkerReport([], [])))
         return structs.replace(
             report, sampled=rest.sampled, finished=rest.finished, refused=rest.refused, done=rest.done
