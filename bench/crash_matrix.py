@@ -2,7 +2,8 @@
 twice?
 
 Victims: an engine, an environment's worker, a reward's worker, the store's coordinator, a learner's rank, the driver, a whole
-node. Moments: while generating, training, publishing, checkpointing: 28 cells, and 20 of a random victim at a random moment.
+node; in a run of its own, a rollout worker. Moments: while generating, training, publishing, checkpointing: 32 cells, and 20 of
+a random victim at a random moment.
 One run is hit many times. After each kill the run must train two more steps than it had, the killed process must have been
 replaced, and the audit must be clean; when a driver dies, every process of its run must end. At the end of each run it
 finishes, the audit is clean, no process and no shared memory is left.
@@ -41,6 +42,9 @@ from internals import audit, report_lines
 from report import Options, Row, publish, say
 
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
+ROLLOUT = "rollout"
+"""A victim of runs that have rollout workers."""
+NUM_WORKERS = 2
 MOMENTS = ("generating", "training", "publishing", "checkpointing")
 RANDOM = "random"
 END = "end"
@@ -95,6 +99,7 @@ class Plan(Struct, frozen=True):
     has_nodes: bool = False
     is_local: bool = False  # without Ray
     steps_per_cell: int = STEPS_PER_CELL
+    num_workers: int = 0
 
 
 SMOKE = Plan("smoke", (Cell("driver", "training"),), is_local=True, steps_per_cell=0)
@@ -109,6 +114,8 @@ def plans(seed: int, is_wanted: Callable[[Cell], bool] = lambda cell: True) -> l
     on_one = [Cell(rng.choice(local), RANDOM, number, seed) for number in range(half)]
     on_two = [Cell(rng.choice(VICTIMS), RANDOM, number, seed) for number in range(half, NUM_RANDOM)]
     nodes = [Cell("node", moment, seed=seed) for moment in MOMENTS]
+    workers = [Cell(ROLLOUT, moment, seed=seed) for moment in MOMENTS]
+    found.append(Plan("workers", tuple(filter(is_wanted, workers)), num_workers=NUM_WORKERS))
     found.append(Plan("random", tuple(filter(is_wanted, on_one))))
     found += [Plan("two nodes", tuple(filter(is_wanted, cells)), has_nodes=True) for cells in (nodes, on_two)]
     return found
@@ -261,6 +268,8 @@ def has_new(run: Run, what: str, victim: psutil.Process | None, others: Sequence
             return run.coordinator(*others) is not None
         case "learner":
             return len(run.living("learner")) == 2
+        case "rollout":
+            return len(run.living("rollout")) == NUM_WORKERS
         case _:
             return True
 
@@ -310,7 +319,14 @@ def carry_out(plan: Plan, out: Path, done: Done, rng: random.Random, seed: int) 
             attempt += 1
             address = None if nodes is None else nodes.address
             steps = plan.steps_per_cell * len(missing) + 10
-            run = Run(run_dir, steps=steps, seed=seed + attempt, address=address, is_local=plan.is_local)
+            run = Run(
+                run_dir,
+                steps=steps,
+                seed=seed + attempt,
+                address=address,
+                is_local=plan.is_local,
+                num_workers=plan.num_workers,
+            )
             stack.callback(run.end)
             hit_all(run, missing, out, done, rng, nodes)
 
@@ -381,7 +397,7 @@ def known(out: Path) -> list[Result]:
 def table(results: Sequence[Result]) -> str:
     """In Markdown: victim by moment, the random ones by victim, and whatever failed in its own words."""
     rows = ["| killed | " + " | ".join(f"while {moment}" for moment in MOMENTS) + " | at random |", "|---" * 6 + "|"]
-    for victim in VICTIMS:
+    for victim in (*VICTIMS, ROLLOUT):
         of_it = [result for result in results if result.cell.victim == victim]
         cells = [_shown([result for result in of_it if result.cell.moment == moment]) for moment in (*MOMENTS, RANDOM)]
         rows.append(f"| {victim} | " + " | ".join(cells) + " |")

@@ -40,9 +40,11 @@ class Failed(Exception):
     """A promise was broken; the message says which."""
 
 
-def config_of(run_dir: Path, *, steps: int, seed: int, address: str | None, is_local: bool = False) -> str:
+def config_of(
+    run_dir: Path, *, steps: int, seed: int, address: str | None, is_local: bool = False, num_workers: int = 0
+) -> str:
     """Two engines, two ranks, environments and rewards in processes; a checkpoint after every step. `address`: of a cluster of
-    several nodes, over which they are spread. Local: without Ray, all of it in the driver."""
+    several nodes, over which they are spread. Local: without Ray, all of it in the driver. `num_workers`: of rollouts."""
     data = run_dir.with_suffix(".jsonl")
     data.write_text("".join(json.dumps(task) + "\n" for task in run_parts.tasks(1000, seed)))
     on = "" if address is None else f'address = "{address}"\nspread = "spread"\nweights = ["shared", "broadcast"]'
@@ -76,6 +78,7 @@ slots = 32
 group_size = {GROUP_SIZE}
 max_tokens = 6
 retries = 4
+workers = {num_workers}
 [pipeline]
 steps = {steps}
 groups_per_step = {GROUPS}
@@ -174,14 +177,23 @@ class Run:
     """One run folder, over as many resumed drivers as it takes."""
 
     def __init__(
-        self, run_dir: Path, *, steps: int, seed: int, address: str | None = None, is_local: bool = False
+        self,
+        run_dir: Path,
+        *,
+        steps: int,
+        seed: int,
+        address: str | None = None,
+        is_local: bool = False,
+        num_workers: int = 0,
     ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".log")
         self.steps = steps
         self.books = Books(() if is_local else ENGINES)
         self._config = run_dir.with_suffix(".toml")
-        self._config.write_text(config_of(run_dir, steps=steps, seed=seed, address=address, is_local=is_local))
+        self._config.write_text(
+            config_of(run_dir, steps=steps, seed=seed, address=address, is_local=is_local, num_workers=num_workers)
+        )
         self._offset = 0
         self._helpers: set[psutil.Process] = set()
         self.seen: set[psutil.Process] = set()

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from crash_matrix import MOMENTS, RANDOM, VICTIMS, Cell, Plan, Result, carry_out, plans, table
+from crash_matrix import MOMENTS, NUM_WORKERS, RANDOM, ROLLOUT, VICTIMS, Cell, Plan, Result, carry_out, plans, table
 from crash_run import ENGINES, Books
 from millstream.cluster.resources import ResourcesConfig, placement_of
 
@@ -50,6 +50,14 @@ def test_a_node_that_is_killed_with_all_that_is_on_it_does_not_end_the_run(tmp_p
     assert "engine joined" in done["node:training"].how
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_a_rollout_worker_that_is_killed_is_replaced_and_its_rollouts_are_tried_again(tmp_path: Path) -> None:
+    cells = (Cell(ROLLOUT, "generating"), Cell(ROLLOUT, "checkpointing"))
+    done = survived(Plan("workers", cells, num_workers=NUM_WORKERS), tmp_path)
+    assert "rollout tried again" in done["rollout:generating"].how
+
+
 def test_a_worker_that_closed_its_connection_has_died_unless_ray_knows_that_it_finished() -> None:
     from millstream.cluster.actor import RayHello
     from millstream.cluster.driver import RayWorker
@@ -85,8 +93,8 @@ def test_an_engine_that_is_added_is_placed_freely_and_one_that_is_replaced_keeps
 def test_the_matrix_has_every_victim_at_every_moment_and_twenty_at_random() -> None:
     cells = [cell for plan in plans(seed=0) for cell in plan.cells]
     aimed = [(cell.victim, cell.moment) for cell in cells if cell.moment != RANDOM]
-    assert sorted(aimed) == sorted((victim, moment) for victim in VICTIMS for moment in MOMENTS)
-    assert len({cell.name for cell in cells}) == len(cells) == 48
+    assert sorted(aimed) == sorted((victim, moment) for victim in (*VICTIMS, ROLLOUT) for moment in MOMENTS)
+    assert len({cell.name for cell in cells}) == len(cells) == 52
 
 
 def test_a_table_counts_every_attempt_and_gives_the_reason_of_each_that_failed() -> None:

@@ -32,7 +32,7 @@ def test_with_max_lag_0_two_workers_give_the_weights_of_a_run_without_workers_bi
         run_dir = tmp_path / str(workers) / "run"
         done = run_command(command(run_dir, SMALL | {"pipeline.max_lag": 0, "rollout.workers": workers}))
         assert done.returncode == 0, done.stdout + done.stderr
-        assert not audit(run_dir).problems
+        assert audit(run_dir).is_clean
         weights.append((run_dir / "model/model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
@@ -49,7 +49,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_with_a_clean_audit
         assert process.wait(120) == 0, process.stdout.read() if process.stdout else ""
     finally:
         process.kill()
-    assert not audit(run_dir).problems
+    assert audit(run_dir).is_clean
     events = list(read_events(run_dir / "events.jsonl"))
     started = [event for event in events if isinstance(event, WorkerStarted)]
     assert sorted(event.worker for event in started) == ["rollouts-0", "rollouts-0", "rollouts-1"]

@@ -78,7 +78,7 @@ class Pausable(Protocol):
         ...
 
 
-class Line(Protocol):
+class TurnLine(Protocol):
     """How a turn reaches an engine."""
 
     async def generate(self, request: Request, place: Place, limit: Pausable) -> Completion:
@@ -150,7 +150,7 @@ class _Playing:
 class Attempts:
     """Plays attempts in this process. `timeout_s`: for one attempt."""
 
-    def __init__(self, player: Player, line: Line, *, timeout_s: float, now: Callable[[], float]) -> None:
+    def __init__(self, player: Player, line: TurnLine, *, timeout_s: float, now: Callable[[], float]) -> None:
         self._player = player
         self._line = line
         self._timeout_s = timeout_s

@@ -6,7 +6,7 @@
       AbortAttempt ────────────────────────────▶
       OpenLine, CloseLine ─────────────────────▶   engines that it may use, and how many slots of each
       ◀───────────────────────────────── LineLost
-      ◀────────── Generate, AbortTurn, CancelTurn  turns, where it has no engines: through the router of the driver
+      ◀────── GenerateTurn, AbortTurn, CancelTurn   turns, where it has no engines: through the router of the driver
       GateOpened ──────────────────────────────▶   in lockstep
       ◀───────────────────────────────── TurnSpan
 
@@ -37,9 +37,9 @@ from millstream.pipeline.attempts import (
     Attempts,
     AttemptSummary,
     Failure,
-    Line,
     Pausable,
     RouterLine,
+    TurnLine,
     columns_of_rollout,
     owner_of,
 )
@@ -87,7 +87,7 @@ class CloseLine(_Message):
     engine: str
 
 
-class Generate(_Message):
+class GenerateTurn(_Message):
     request: Request
 
 
@@ -113,7 +113,7 @@ class LineLost(_Message):
 
 
 ToWorker = PlayAttempt | AbortAttempt | GateOpened | OpenLine | CloseLine
-ToDriver = Generate | AbortTurn | CancelTurn | TurnSpan | LineLost
+ToDriver = GenerateTurn | AbortTurn | CancelTurn | TurnSpan | LineLost
 
 
 class AttemptReply(Struct, frozen=True, array_like=True):
@@ -144,7 +144,7 @@ class HostSetup(Struct, frozen=True, kw_only=True):
     are_prefixes_kept: bool
 
 
-class Link(Protocol):
+class DriverConnection(Protocol):
     """One end of the connection (`rpc.call.Channel`)."""
 
     def call(self, message: Any, answer: Any = None) -> Future[Any]: ...
@@ -162,7 +162,7 @@ class Staging(Protocol):
     async def stage(self, columns: Columns, *, versions: int | None = None) -> StagedRows: ...
 
 
-Connect = Callable[[OpenLine, Callable[[], None]], Engine]
+ConnectEngine = Callable[[OpenLine, Callable[[], None]], Engine]
 """Makes an engine of a line; it calls the function when its version has changed."""
 
 
@@ -175,7 +175,13 @@ class WorkerHost:
     """Hosts attempts. `handle` is called with every message, on the event loop."""
 
     def __init__(
-        self, link: Link, setup: HostSetup, environment: Environment, store: Staging, connect: Connect, clock: Clock
+        self,
+        link: DriverConnection,
+        setup: HostSetup,
+        environment: Environment,
+        store: Staging,
+        connect: ConnectEngine,
+        clock: Clock,
     ) -> None:
         self._link = link
         self._setup = setup
@@ -193,7 +199,7 @@ class WorkerHost:
         self._router.rank_of = self._ranks.get
         self._router.listeners.append(self._on_change)
         self._driver = DriverLine(link, waits, is_gated=setup.is_gated)
-        line: Line = RouterLine(self._router, waits) if setup.has_lines else self._driver
+        line: TurnLine = RouterLine(self._router, waits) if setup.has_lines else self._driver
         player = Player(
             environment=environment,
             sampling=setup.sampling,
@@ -212,7 +218,7 @@ class WorkerHost:
                 self._is_aborted[message.key] = False
                 self._ranks[group_id] = message.rank
                 self._num_playing[group_id] += 1
-                self._router.expect(message.start)
+                self._router.newest_seen = max(self._router.newest_seen, message.start)
                 self._spawn(self._play(message, number))
             case AbortAttempt():
                 if message.key in self._is_aborted:
@@ -295,7 +301,7 @@ class WorkerHost:
 class DriverLine:
     """Turns through the router of the driver."""
 
-    def __init__(self, link: Link, waits: Waits, *, is_gated: bool) -> None:
+    def __init__(self, link: DriverConnection, waits: Waits, *, is_gated: bool) -> None:
         self._link = link
         self._waits = waits
         self._is_gated = is_gated
@@ -308,7 +314,7 @@ class DriverLine:
 
     async def generate(self, request: Request, place: Place, limit: Pausable) -> Completion:
         key, owner = request.key, owner_of(request.key)
-        answer = asyncio.wrap_future(self._link.call(Generate(request), Completion))
+        answer = asyncio.wrap_future(self._link.call(GenerateTurn(request), Completion))
         try:
             if self._is_gated:
                 opened = self._opened[key] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -35,7 +35,7 @@ from millstream.pipeline.worker_host import (
     CancelTurn,
     CloseLine,
     GateOpened,
-    Generate,
+    GenerateTurn,
     HostSetup,
     LineLost,
     OpenLine,
@@ -127,6 +127,7 @@ class RolloutWorkers:
         self._workers = [_Worker(number) for number in range(plan.num)]
         self._lines: dict[str, OpenLine] = {}
         self._turns: dict[RequestKey, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     def open(self) -> None:
@@ -134,12 +135,20 @@ class RolloutWorkers:
         if self._setup.has_lines:
             self._router.listeners.append(self._on_change)
             for engine in self._router.engines:
-                self._context.spawn(self._open_line(engine))
+                self._spawn(self._open_line(engine))
         for worker in self._workers:
             self._start(worker)
 
     def end(self) -> None:
         self._is_closing = True  # what they send is not read any more
+        for task in self._tasks:
+            task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._context.spawn(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
         """Returns when all are gone."""
@@ -218,11 +227,11 @@ class RolloutWorkers:
         if self._is_closing:
             return
         match message:
-            case Generate():
+            case GenerateTurn():
                 key = message.request.key
-                self._turns[key] = self._context.spawn(self._turn(worker, remote, message, number))
+                self._turns[key] = self._spawn(self._turn(worker, remote, message, number))
             case AbortTurn():
-                self._context.spawn(self._abort_turn(remote, message.key, number))
+                self._spawn(self._abort_turn(remote, message.key, number))
             case CancelTurn():
                 turn = self._turns.get(message.key)
                 if turn is not None:
@@ -230,9 +239,9 @@ class RolloutWorkers:
             case TurnSpan():
                 self._context.emit_span(message.key, message.what, message.seconds, message.num_tokens)
             case LineLost():
-                self._context.spawn(self._check_line(worker, message.engine))
+                self._spawn(self._check_line(worker, message.engine))
 
-    async def _turn(self, worker: _Worker, remote: RolloutWorker, message: Generate, number: int) -> None:
+    async def _turn(self, worker: _Worker, remote: RolloutWorker, message: GenerateTurn, number: int) -> None:
         request, key = message.request, message.request.key
         place = worker.places.get(RequestKey(group_id=key.group_id, member=key.member, attempt=key.attempt))
         try:
@@ -259,9 +268,9 @@ class RolloutWorkers:
             if any((key.group_id, key.member) == (one.group_id, one.member) for one in worker.places):
                 turn.cancel()
         if isinstance(error, WorkerExited):
-            self._context.spawn(self._replace(worker, error))
+            self._spawn(self._replace(worker, error))
         else:  # it said itself why it cannot be built
-            self._context.spawn(_raise(error))
+            self._spawn(_raise(error))
 
     async def _replace(self, worker: _Worker, error: WorkerExited) -> None:
         wait_s = worker.retry.failed(self._context.now())
@@ -279,7 +288,7 @@ class RolloutWorkers:
     def _on_change(self, change: ReplicaChange) -> None:
         engine = change.engine
         if change.is_serving:
-            self._context.spawn(self._open_line(engine))
+            self._spawn(self._open_line(engine))
         elif not self._router.serves(engine) and self._lines.pop(engine.name, None) is not None:
             for worker in self._workers:
                 worker.send(CloseLine(engine.name))

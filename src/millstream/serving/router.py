@@ -62,7 +62,8 @@ class Router:
 
     `rank_of` gives the rank of a group, `length_of` how long its requests are expected to be, relative to others; `listeners`
     are called with every `ReplicaChange`. `patience_s` may be set at any time, and `prefixes.are_kept`: whether engines that
-    load new weights keep the keys and values of conversations between two turns."""
+    load new weights keep the keys and values of conversations between two turns. `newest_seen` may be raised to a version that
+    an engine has served, as another process has seen: requests for it wait until it is seen here."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Router:
         self._lengths = Lengths()
         self._requests: dict[RequestKey, RoutedRequest] = {}
         self._queue = RequestQueue()
-        self._newest = 0
+        self.newest_seen = 0
         self._why_none = "none was given to the router"
         self._giving_up: asyncio.TimerHandle | None = None
         self._replicas: dict[str, Replica] = {}
@@ -123,18 +124,14 @@ class Router:
         """The versions a new group could start at: the oldest lets every replica serve it, the newest only some. Empty while
         there is no replica."""
         versions = sorted({replica.engine.version for replica in self._serving()})
-        self._newest = max([self._newest, *versions])
+        self.newest_seen = max([self.newest_seen, *versions])
         return versions
 
     @property
     def newest_version(self) -> int:
         """The newest that a replica has served, including replicas that have left: the others reach it later."""
         self.serving_versions()
-        return self._newest
-
-    def expect(self, version: int) -> None:
-        """Some engine has served this version, as another process has seen: requests for it wait until it is seen here."""
-        self._newest = max(self._newest, version)
+        return self.newest_seen
 
     def _serving(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if not replica.is_leaving]
@@ -147,7 +144,7 @@ class Router:
         if request.key in self._requests:
             raise EngineError(f"{request.key} is in flight already")
         if (
-            self._replicas and floor > self._newest and floor > self.newest_version
+            self._replicas and floor > self.newest_seen and floor > self.newest_version
         ):  # what a lost replica had is waited for
             raise EngineError(f"no engine is at version {floor} or later: they are at {self.serving_versions()}")
         routed = self._requests[request.key] = RoutedRequest(request, floor, pin)

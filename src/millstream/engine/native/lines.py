@@ -56,7 +56,7 @@ class _Line:
 
 
 class LinkHub:
-    """The lines of an engine's process, beside its connection to the driver. Used by the thread of the decode loop."""
+    """The lines of an engine's process. Used by the thread of the decode loop."""
 
     def __init__(self) -> None:
         self._server = socket.create_server((own_host(), 0), backlog=64)
@@ -168,7 +168,7 @@ class LinkHub:
             line, theirs = self._orders.pop(number, (None, number))
             (rest if line is None else own(line)).done.append((theirs, error))
         for line in self._lines.values():
-            if line in of or line.version != report.version:
+            if line in of or line.version != report.version or report.spans:  # that it works is known by its reports
                 self._tell(line, of.get(line, WorkerReport([], [])))
         return structs.replace(
             report, sampled=rest.sampled, finished=rest.finished, refused=rest.refused, done=rest.done
