@@ -326,7 +326,7 @@ def test_sandboxes_are_started_ahead_up_to_a_bound_and_a_dead_one_is_replaced() 
         ({"use": "agent", "args": {"command": ["x"]}, "sandbox": {}}, "leave sandbox or process out"),
         ({"sandbox": {"memory_mb": 1}}, "memory_mb must be at least 16"),
         ({"sandbox": {"memmory_mb": 64}}, "memory_mb"),
-        ({"sandbox": {"use": "chroot"}}, "expected walls, docker, podman"),
+        ({"sandbox": {"use": "chroot"}}, "no sandbox 'chroot': use walls, docker, podman, or"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(config: dict[str, Any], problem: str) -> None:

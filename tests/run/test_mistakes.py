@@ -128,9 +128,9 @@ def test_what_is_right_is_found_to_be_so_and_leaves_nothing_behind(place: Path) 
     [
         ("algorithm.name=grpoo", r"--set algorithm\.name=grpoo: .* = 'grpoo': expected grpo, .*\. Did you mean grpo\?"),
         ("algorithm.loss=pppo", r"no loss 'pppo': use .*Did you mean ppo\?"),
-        ("engine.kind=torc", r"expected torch, vllm, http\. Did you mean torch\?"),
+        ("engine.kind=torc", r"no engine 'torc': use torch, vllm, http, or .*Did you mean torch\?"),
         ("model.dtype=float16", r"expected auto, float32, bfloat16"),
-        ("learner.schedule=cos", r"expected constant, linear, cosine"),
+        ("learner.schedule=cos", r"no schedule 'cos': use constant, linear, cosine, or"),
         ("pipeline.stepss=3", r"--set pipeline\.stepss=3: unknown key pipeline\.stepss\. Did you mean steps\?"),
         ("lr=3", r"--set lr=3: unknown key lr\. .*learning_rate"),
         ("pipeline.steps=many", r"--set pipeline\.steps=many: pipeline\.steps: expected `int`, got `str`"),

@@ -15,11 +15,8 @@ OF_SCHEDULE = ("steps", "groups_per_step", "max_lag", "auto_lag", "lockstep", "e
 OF_ROLLOUT = ("group_size", "extra_members", "min_group_size", "max_parts", "max_tokens", "temperature", "stop")
 WHILE_TRAINING = ("pipeline.max_lag", "pipeline.auto_lag", "pipeline.extra_groups")
 SCHEDULE = tuple(f"pipeline.{key}" for key in OF_SCHEDULE)
-ROLLOUTS = (
-    *(f"rollout.{key}" for key in OF_ROLLOUT),
-    "reward",
-    "pipeline.filter",
-)  # of filter_zero_signal, filter and filter_args
+OF_FILTERS = ("filter_zero_signal", "filter", "filter_args")
+ROLLOUTS = (*(f"rollout.{key}" for key in OF_ROLLOUT), "reward", *(f"pipeline.{key}" for key in OF_FILTERS))
 
 
 class SettingsRules:
