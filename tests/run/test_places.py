@@ -33,7 +33,16 @@ from millstream.run.build import gpu_share, has_learner_process
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, visible_gpus, with_places
-from millstream.run.places import Gpu, Machine, Places, check_fits, check_heads, parse_machine, place, placed_bundles
+from millstream.run.places import (
+    Gpu,
+    Machine,
+    Places,
+    check_heads,
+    check_model_fits,
+    parse_machine,
+    place,
+    placed_bundles,
+)
 from millstream.run.sizes import choose_sizes, shape_from
 from support.tiny import make
 
@@ -248,14 +257,14 @@ def test_a_model_that_fits_no_gpu_is_refused_with_what_to_type(
     has_adapters = "lora" in text
     shape = shape_from(model, trained=10_000_000 if has_adapters else None)
     with pytest.raises(ConfigError, match=says):
-        check_fits(place(run(text), there)[0], there, shape)
+        check_model_fits(place(run(text), there)[0], there, shape)
 
 
 def test_a_model_that_fits_and_a_machine_that_is_not_known_are_not_refused() -> None:
     ranks, there = run("[learner]\nranks = 4"), parse_machine("8xH100")
-    check_fits(place(ranks, there)[0], there, shape_from(SEVEN_B))
-    check_fits(ranks, Machine(nodes=((Gpu(name="0"),),)), shape_from(THIRTY_TWO_B))
-    check_fits(run(), there, None)
+    check_model_fits(place(ranks, there)[0], there, shape_from(SEVEN_B))
+    check_model_fits(ranks, Machine(nodes=((Gpu(name="0"),),)), shape_from(THIRTY_TWO_B))
+    check_model_fits(run(), there, None)
 
 
 def test_engines_on_gpus_of_their_own_get_all_of_their_memory_and_the_learner_all_of_its() -> None:

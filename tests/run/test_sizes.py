@@ -82,7 +82,8 @@ def test_on_a_cpu_every_auto_is_what_it_always_was() -> None:
     assert (sizes.dtype, sizes.slots, sizes.cache_gb) == ("float32", 128, None)
     assert (sizes.micro_batch_tokens, sizes.is_compiled, sizes.needed_gb) == (8192, False, None)
     old = with_sizes(LARGE, sizes)
-    assert (old.engine, old.learner) == (EngineConfig(slots=128), LearnerConfig(micro_batch_tokens=8192, compile=False))
+    engine, learner = EngineConfig(slots=128, replicas=1), LearnerConfig(micro_batch_tokens=8192, compile=False)
+    assert (old.engine, old.learner) == (engine, learner)
 
 
 def test_on_a_large_gpu_the_defaults_are_what_an_expert_would_set() -> None:

@@ -142,14 +142,9 @@ def train_command(
     with errors_shown():
         if rollouts_only:
             overrides = [*(overrides or []), "pipeline.rollouts_only=true"]
-        if (path is None) == (resume is None):
-            raise ConfigError("type either a config (millstream train RUN.toml) or a run to resume (--resume RUN)")
-        if from_run is not None and resume is not None:
-            raise ConfigError("--from begins a new run and --resume continues one: type one of them")
+        _check_train(path, resume, from_run)
         if machine is not None and not dry_run:
             raise ConfigError("--machine describes a machine that a config is checked for: type --dry-run with it")
-        if path is not None and kind_of(path) == "folder":
-            raise ConfigError(_not_a_config(path))
         if path is not None:
             config = configs.load(path, RunConfig, overrides or [])
         else:
@@ -180,6 +175,15 @@ def train_command(
             _show_result(result, config.checkpoint.keep_best)
     if strict and result.findings:
         raise typer.Exit(NOT_LEARNING)
+
+
+def _check_train(path: Path | None, resume: Path | None, from_run: str | None) -> None:
+    if (path is None) == (resume is None):
+        raise ConfigError("type either a config (millstream train RUN.toml) or a run to resume (--resume RUN)")
+    if from_run is not None and resume is not None:
+        raise ConfigError("--from begins a new run and --resume continues one: type one of them")
+    if path is not None and kind_of(path) == "folder":
+        raise ConfigError(_not_a_config(path))
 
 
 def _not_a_config(folder: Path) -> str:

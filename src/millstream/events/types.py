@@ -292,8 +292,7 @@ class MicroBatchLowered(Event, frozen=True, kw_only=True):
 
 
 class LearnerRestarted(Event, frozen=True, kw_only=True):
-    """The processes of the learner or the critic died and were replaced: restored from a checkpoint, then all batches trained
-    since were replayed."""
+    """Processes of the learner or the critic died and were replaced, from a checkpoint and a replay of the batches since."""
 
     who: str = "the learner"
     why: str

@@ -37,7 +37,7 @@ from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.device import find_shape, heads_of
 from millstream.run.folder import check_free
 from millstream.run.own_parts import check_own_parts, checked_own_parts
-from millstream.run.places import Machine, check_fits, check_heads, place, placed_bundles
+from millstream.run.places import Machine, check_heads, check_model_fits, place, placed_bundles
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
 
@@ -470,7 +470,7 @@ def _checked_places(machine: Machine | None, config: RunConfig) -> Iterator[str]
     check_heads(config.engine, heads_of(config))
     placed, places = place(config, machine)
     if machine is not None:
-        check_fits(placed, machine, find_shape(config))
+        check_model_fits(placed, machine, find_shape(config))
     if config.runtime != "ray":
         yield from [f"checked: {places.words()}"] if places.words() else []
         return

@@ -304,7 +304,7 @@ def check_heads(engine: EngineConfig, described: Mapping[str, Any]) -> None:
     )
 
 
-def check_fits(config: RunConfig, machine: Machine, shape: ModelShape | None) -> None:
+def check_model_fits(config: RunConfig, machine: Machine, shape: ModelShape | None) -> None:
     """Raises `ConfigError` for a model whose weights alone, or with what training them needs, are larger than a GPU. `config`:
     as `place` returns it."""
     known = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]

@@ -24,7 +24,7 @@ from millstream.run.config import RunConfig
 from millstream.run.device import with_places
 from millstream.run.places import Places, check_heads, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
-from millstream.run.sizes import choose_dtype, choose_sizes, with_sizes
+from millstream.run.sizes import ModelDevice, choose_dtype, choose_sizes, with_sizes
 from millstream.run.text import TokenizerText
 from millstream.types import Sampling, Task
 
@@ -87,10 +87,7 @@ def prepare_run(
     `data_passed`: records in place of those that a config names. `recorded`: the sizes that a resumed run keeps. `start`: the
     checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run. `is_alone`: nothing is trained,
     and the only engine is where the model is."""
-    if reward is not None:
-        config = structs.replace(config, reward=passed(reward, config.reward))
-    if data_passed is not None:
-        config = structs.replace(config, data=structs.replace(config.data, passed=True))
+    config = _with_passed(config, reward, data_passed)
     written, machine = config, None if is_alone else build.find_machine_here(config)
     checked = check_config(
         config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new, machine=machine
@@ -100,12 +97,7 @@ def prepare_run(
     data = checked.data
     config, places = place(config if recorded is None else with_sizes(config, recorded), machine)
     device = with_places(build.measure_device(config), places)
-    driver_model = structs.replace(config.model, dtype=choose_dtype(config, device))
-    if config.runtime == "ray":
-        driver_model = structs.replace(driver_model, device="cpu")
-    model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
-    if start is not None:
-        load_start(model, start)
+    model, tokenizer = _driver_model(config, device, start)
     check_heads(config.engine, model.config.to_dict())
     sizes = choose_sizes(config, device, build.measure_shape(model))
     config = with_sizes(config, sizes)
@@ -140,3 +132,23 @@ def prepare_run(
         warning=unknown_text(text, played),
     )
     return structs.replace(prepared, evaluations=tuple(prepare_evaluations(prepared)))
+
+
+def _with_passed(config: RunConfig, reward: PassedRewards | None, data_passed: PassedData | None) -> RunConfig:
+    if reward is not None:
+        config = structs.replace(config, reward=passed(reward, config.reward))
+    if data_passed is not None:
+        config = structs.replace(config, data=structs.replace(config.data, passed=True))
+    return config
+
+
+def _driver_model(
+    config: RunConfig, device: ModelDevice, start: Path | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that the run begins with. On a cluster the driver needs no GPU."""
+    own = structs.replace(config.model, dtype=choose_dtype(config, device))
+    own = structs.replace(own, device="cpu") if config.runtime == "ray" else own
+    model, tokenizer = build.build_model(own, seed=config.seed, lora=config.learner.lora)
+    if start is not None:
+        load_start(model, start)
+    return model, tokenizer
