@@ -5,16 +5,19 @@
     offer = client.get_prompts(rows=8, version=run["version"])   # a lease; None: nothing to do yet
     client.put_experience({"request": offer["request"], "tokens": ..., "logprobs": ..., "versions": ...})
 
-It speaks to a run (`serve.outside`) and to `millstream serve-store`, which has the same paths. `StreamEnded`: the run is over.
+It speaks to a run (`serve.outside`) and to `millstream serve-store`, which has the same paths. `StreamEnded`: the run is over,
+or its process has died.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from millstream.errors import StoreTimeout
+import httpx2
+
+from millstream.errors import StoreError, StoreTimeout, StreamEnded
 from millstream.serve.store.bodies import NewWeights
 from millstream.serve.store.client import HttpStore
 from millstream.serve.store.columns import columns_in, columns_out
@@ -22,6 +25,7 @@ from millstream.store import TRAIN, Columns, Lease, Want
 from millstream.store.blocking import BlockingClient
 
 OLDEST = -(1 << 62)
+T = TypeVar("T")
 
 
 class OutsideClient:
@@ -33,6 +37,7 @@ class OutsideClient:
 
         self._client = BlockingClient(connect)
         self._prompts = HttpStore(url, token=token, section="prompts")
+        self._has_answered = False
 
     def __enter__(self) -> OutsideClient:
         return self
@@ -47,16 +52,26 @@ class OutsideClient:
             self._client.call(self._prompts.close())
             self._client.close()
 
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            found = self._client.call(work)
+        except StoreError as error:
+            if self._has_answered and isinstance(error.__cause__, httpx2.TransportError):
+                raise StreamEnded(f"the service does not answer any more: it has ended. {error}") from error
+            raise
+        self._has_answered = True
+        return found
+
     # ---- AsyncFlow
 
     def init_engine(self) -> dict[str, Any]:
         """What an engine or a learner must know of a run: see docs/outside.md."""
-        found: dict[str, Any] = self._client.call(self._client.store.request("GET", "/v1/run"))
+        found: dict[str, Any] = self._call(self._client.store.request("GET", "/v1/run"))
         return found
 
     def put_prompts(self, columns: Columns) -> Sequence[int]:
         """To `serve-store`; a run offers its own."""
-        return self._client.call(self._prompts.put(0, columns))
+        return self._call(self._prompts.put(0, columns))
 
     def get_prompts(
         self, rows: int, *, version: int | None = None, wait_s: float = 1.0, lease_s: float | None = None
@@ -68,7 +83,7 @@ class OutsideClient:
 
     def put_experience(self, columns: Columns, *, group_ids: int | Sequence[int] = 0) -> Sequence[int]:
         """To a run: the columns `request`, `tokens`, `logprobs`, `versions`, and `begin` for the rest of an answer."""
-        return self._client.call(self._client.store.put(group_ids, columns))
+        return self._call(self._client.store.put(group_ids, columns))
 
     def get_experience(
         self, task: str = TRAIN, *, groups: int = 1, wait_s: float = 1.0, lease_s: float | None = None
@@ -79,29 +94,29 @@ class OutsideClient:
 
     def _claim(self, store: HttpStore, task: str, want: Want) -> Lease | None:
         try:
-            return self._client.call(store.claim(task, want))
+            return self._call(store.claim(task, want))
         except StoreTimeout:
             return None
 
     def close_groups(self, group_ids: Sequence[int]) -> None:
         """To `serve-store`: these groups are complete, and may be claimed."""
-        self._client.call(self._client.store.close_groups(group_ids))
+        self._call(self._client.store.close_groups(group_ids))
 
     def acknowledge(self, lease: Lease, *, step: int | None = None) -> None:
         store = self._prompts if lease.task == "rollout" else self._client.store
-        self._client.call(store.acknowledge(lease, step=step))
+        self._call(store.acknowledge(lease, step=step))
 
     def renew(self, lease: Lease) -> None:
         """A lease that is longer than its time."""
-        self._client.call((self._prompts if lease.task == "rollout" else self._client.store).renew(lease))
+        self._call((self._prompts if lease.task == "rollout" else self._client.store).renew(lease))
 
     def notify_weights(self, version: int, where: str, metrics: Mapping[str, float] | None = None) -> None:
         """These weights are there. Of a run whose learner is outside, this ends the step."""
-        self._client.call(self._client.store.notify_weights(version, where, metrics))
+        self._call(self._client.store.notify_weights(version, where, metrics))
 
     def wait_for_weights(self, after: int | None = None, *, wait_s: float = 0.0) -> NewWeights | None:
         """The newest, once they are newer than `after`; None: not in this time."""
-        return self._client.call(self._client.store.wait_for_weights(after, wait_s))
+        return self._call(self._client.store.wait_for_weights(after, wait_s))
 
     # ---- TransferQueue
 
@@ -132,7 +147,7 @@ class OutsideClient:
         self._post("/clear", {"keys": _listed(keys), "partition": partition})
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._client.call(self._client.store.request("POST", f"/v1/keys{path}", body))
+        return self._call(self._client.store.request("POST", f"/v1/keys{path}", body))
 
 
 def _listed(keys: str | Sequence[str]) -> list[str]:
