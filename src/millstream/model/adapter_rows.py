@@ -53,7 +53,7 @@ class AdapterRows:
         """The products with A, `[..., N, Q]`, with 0 in the ranks that a row does not use."""
         if self._is_left_out_NK is None:
             return low
-        parts = low.unflatten(-1, (-1, self.num, self._rank))
+        parts = low.view(*low.shape[:-1], -1, self.num, self._rank)
         return parts.masked_fill(self._is_left_out_NK[:, None, :, None], 0.0).flatten(-3)
 
 
