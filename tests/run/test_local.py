@@ -102,7 +102,8 @@ def test_a_turn_ends_with_a_stop_string_wherever_the_engine_runs(tmp_path: Path,
     shown = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--json", "--show", "64"])
     said = [sample["completion"] for sample in json.loads(shown.stdout.splitlines()[-1])["samples"]]
     assert sum("4" in one for one in said) > 3 and all(one.index("4") == len(one) - 1 for one in said if "4" in one)
-    refused = CliRunner().invoke(app, ["train", DEMO, "--dry-run", *overrides[:4], "--set", "engine.kind=vllm"])
+    servers = 'engine={kind="http", http={urls=["http://127.0.0.1:1"], flavour="sglang", folder="w"}}'
+    refused = CliRunner().invoke(app, ["train", DEMO, "--dry-run", *overrides[:4], "--set", servers])
     assert refused.exit_code == 1 and "rollout.stop" in refused.output
 
 
