@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,13 @@ class Run:
         self.done.append(await engine.generate(request))
 
 
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 @contextmanager
 def run_of_three() -> Iterator[tuple[Run, OutsideClient, str]]:
     run = Run()
@@ -86,6 +94,7 @@ def test_a_program_outside_claims_puts_and_is_refused_what_the_run_did_not_ask_f
         with pytest.raises(StoreError, match=r"409: .*twice"):
             client.put_experience({"request": [offer["request"][0]], **{k: v[:1] for k, v in rows.items()}})
         client.put_experience({"request": offer["request"][1:], **rows})
+        until(lambda: len(run.done) == 3)
         assert [one.tokens for one in run.done] == [(7, 8)] * 3
         client.acknowledge(offer)
         with pytest.raises(StoreError, match="not admitted: this run publishes weights itself"):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from millstream.errors import ConfigError
 from millstream.run.config import OutsideConfig, RunConfig
-from millstream.serve.auth import check_token
 
 
 def check_outside(config: RunConfig) -> None:
@@ -32,6 +31,8 @@ def check_outside(config: RunConfig) -> None:
         )
     if "learner" in found and config.pipeline.rollouts_only:
         raise ConfigError(f"{what} with pipeline.rollouts_only, which trains nothing: leave one of them out")
+    from millstream.serve.auth import check_token  # imports a server's library, which other runs do not need
+
     check_token(config.outside.host, os.environ.get("MILLSTREAM_TOKEN"))
 
 
