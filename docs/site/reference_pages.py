@@ -39,6 +39,7 @@ PROTOCOLS = (
     ("millstream.store.base", "Store"),
     ("millstream.weights.base", "WeightChannel"),
     ("millstream.weights.transfer.base", "TransportFetch"),
+    ("millstream.pipeline.attempts", "AttemptHost"),
     ("millstream.rpc.process", "Launcher"),
     ("millstream.run.backend", "Backend"),
     ("millstream.clock", "Clock"),

@@ -49,7 +49,7 @@ def without_times(events: Sequence[Event], *kinds: type[Event]) -> list[Event]:
     return [replace(event, at=0.0) for event in events if isinstance(event, kinds)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(world=worlds, num=st.integers(1, 3), has_lines=st.booleans())
 def test_in_any_world_rollouts_that_are_played_by_workers_are_neither_too_old_nor_lost_nor_doubled(
     world: World, num: int, has_lines: bool
@@ -59,7 +59,7 @@ def test_in_any_world_rollouts_that_are_played_by_workers_are_neither_too_old_no
         check(world, simulate(world))
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(
     world=worlds,
     num=st.integers(1, 3),

@@ -75,6 +75,7 @@ CHANGES = {
     "max_parts": ["rollout.max_parts=2"],
     "retries": ["rollout.retries=2", "rollout.timeout_s=300"],
     "keep_gb": ["rollout.keep_gb=1"],
+    "workers": ["rollout.workers=1"],
     "trackers": ["trackers.project=mine", "trackers.name=this"],
     "metrics": [f"metrics.prometheus=:{free_port()}"],
     "alerts": ["alerts.command='exit 0'", "alerts.every_s=60"],
