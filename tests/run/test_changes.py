@@ -66,6 +66,7 @@ CHANGES = {
     "weight_decay": ["learner.weight_decay=0.01", "learner.max_grad_norm=0.5"],
     "micro_batch_tokens": ["learner.micro_batch_tokens=64"],
     "recompute": ["learner.recompute=true", "learner.max_skipped_steps=1"],
+    "offload": ["learner.offload=true"],
     "temperature": ["rollout.temperature=0.7"],
     "max_tokens": ["rollout.max_tokens=6"],
     "stop": ["rollout.stop=['9']"],
