@@ -204,8 +204,8 @@ def ones(task: Task, completion: str) -> float:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("engine.kind=torhc", r"engine: no engine 'torhc': use torch, vllm, http, or .*Did you mean torch\?"),
-        ("learner.kind=x", "no learner 'x': use torch, or one of your own"),
+        ("engine.kind=torhc", r"engine: no engine 'torhc': use torch, vllm, http, outside, or .*Did you mean torch\?"),
+        ("learner.kind=x", "no learner 'x': use torch, outside, or one of your own"),
         ("learner.schedule=cosin", r"no schedule 'cosin': use constant, linear, cosine, or .*Did you mean cosine\?"),
         ("pipeline.filter=keep", "no filter 'keep': use one of your own: file.py:name"),
         ("data.sampler=x", "no sampler 'x'"),
