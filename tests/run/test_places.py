@@ -247,7 +247,7 @@ def test_a_tensor_parallel_size_must_divide_the_heads() -> None:
         ("", SEVEN_B, "8xH100", r"training needs at least \d+.\d GB on each GPU of learner.ranks = 1 .* 80.0 GB free: set "
          r"learner.ranks = [23]"),
         ("", THIRTY_TWO_B, "2xH100", r"learner.ranks = 1 .*set \[learner.lora\], more GPUs"),
-        ("[learner]\nranks = 4\n[learner.lora]\nrank = 8", SEVEN_B | {"num_hidden_layers": 200}, "8xH100", "tensor_parallel = 4"),
+        ("[learner]\nranks = 4\n[learner.lora]\nrank = 8", SEVEN_B | {"num_hidden_layers": 200}, "8xH100", "tensor_parallel = 2"),
     ],
 )  # fmt: skip
 def test_a_model_that_fits_no_gpu_is_refused_with_what_to_type(
