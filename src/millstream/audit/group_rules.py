@@ -178,7 +178,8 @@ class GroupRules:
             self._finding(
                 "totals", f"group {event['group_id']} has {len(rewards)} rewards for {len(group.ended)} members"
             )
-        if any(member.is_partial for member in group.ended.values()):  # in logs of earlier versions none is
+        # In logs of earlier versions none is; nor in a resumed group, if the reward of whole groups came with the resume.
+        if group.is_resumed or any(member.is_partial for member in group.ended.values()):
             self._now.rewards += rewards
         for (number, member), reward in zip(sorted(group.ended.items()), rewards, strict=False):
             added = reward - member.reward

@@ -77,6 +77,7 @@ class TrackedGroup:
     first_attempt: int = 0
     restarts: int = 0
     has_failed_score: bool = False  # the reward of the whole group failed
+    is_resumed: bool = False
     terms: RunTerms | None = None  # those that its rollouts began with
 
     @property
@@ -107,6 +108,7 @@ class TrackedGroup:
 
     def resume(self, kept: list[int], to_do: list[int]) -> None:
         """Forget what was recorded of the members that are repeated."""
+        self.is_resumed = True
         self.ended = {member: ended for member, ended in self.ended.items() if member in kept}
         self.out.difference_update(to_do)
         self.aborted.difference_update(to_do)
