@@ -46,6 +46,7 @@ from internals import (
     SharedStore,
     SimLearner,
     Waits,
+    derive_seed,
     grpo,
     make_plan,
     seldom_collected,
@@ -55,7 +56,6 @@ from millstream import PipelineConfig, RolloutConfig, RunConfig
 from millstream.clock import RealClock
 from millstream.env import Context
 from millstream.events import Event, RolloutEnded, Stepped
-from millstream.seeds import derive_seed
 from millstream.types import Completion, ComputePath, Finish, Request, RequestKey, Sampling, Task, Weights
 from report import Options, Row, alone, cost, publish, rate, say
 

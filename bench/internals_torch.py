@@ -45,7 +45,7 @@ from millstream.env.config import EnvironmentConfig
 from millstream.env.resolve import find_environment
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
-from millstream.learner import LearnerConfig
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.fsdp import ClusterRanks, FsdpLearner
 from millstream.learner.messages import ObjectiveSource

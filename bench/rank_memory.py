@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from internals_torch import load_model, model_of, qwen3, ranks_of, set_up_cpu
-from millstream.learner import RunLearner
+from internals_torch import RunLearner, load_model, model_of, qwen3, ranks_of, set_up_cpu
 from millstream.types import TrainRow
 from report import Options, Row, cost, publish, say
 

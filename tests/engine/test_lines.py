@@ -146,7 +146,7 @@ def test_each_line_gets_the_answers_to_its_own_requests_and_the_driver_hears_not
             before = host.num_reports
             calls = [lines[n % 2].generate(request(n, n, 1)) for n in range(1, 40)]
             assert [one.tokens for one in await asyncio.gather(*calls)] == [(n, 1) for n in range(1, 40)]
-            assert host.num_reports - before <= 1, "at most the end of a span"
+            assert host.num_reports - before <= 4, "ends of spans, and no answer"
             assert engine.stats().running == 0
 
     asyncio.run(run())

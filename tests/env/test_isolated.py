@@ -32,7 +32,7 @@ from millstream.types import Message, Task
 from support.processes import eventually
 from support.talk import CHATML, Scripted, text_with
 
-HANG_S = 2.0  # the limit of a step that hangs: so long that no other step reaches it, whatever the load
+HANG_S = 4.0  # the limit of a step that hangs: so long that no other step reaches it, whatever the load
 
 WILD = '''
 import asyncio, ctypes, os, signal, subprocess, sys, time

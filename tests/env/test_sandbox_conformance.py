@@ -130,7 +130,7 @@ def test_a_container_that_is_removed_meanwhile_is_lost_by_name(docker: Path) -> 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"use": "chroot"}, "expected walls, docker, podman, or a class of your own"),
+        ({"use": "chroot"}, "use walls, docker, podman, or one of your own"),
         ({"use": "podman", "args": {"image": "i"}}, "there is no program 'podman' in PATH"),
         ({"use": "docker"}, 'needs an image: .* args = { image = "python:3.12-slim" }'),
         ({"args": {"image": "i"}}, "image"),

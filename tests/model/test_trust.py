@@ -144,9 +144,9 @@ def test_a_pickle_beside_safetensors_is_ignored(checkpoint: Path) -> None:
 
 
 def test_vllm_is_told_not_to_trust() -> None:
-    fields = {"folder": "f", "first": None, "slots": 1, "prefill_tokens": 1, "max_length": 8, "dtype": "float32"}
+    fields = {"files": {}, "first": None, "slots": 1, "prefill_tokens": 1, "max_length": 8, "dtype": "float32"}
     setup = VllmSetup(**fields, is_cpu=True, vllm=VllmConfig())  # type: ignore[arg-type]
-    assert engine_arguments(setup)["trust_remote_code"] is False
+    assert engine_arguments(setup, Path("f"))["trust_remote_code"] is False
 
 
 def test_every_call_that_could_run_code_says_whether_it_may() -> None:

@@ -128,7 +128,7 @@ def test_what_is_right_is_found_to_be_so_and_leaves_nothing_behind(place: Path) 
     [
         ("algorithm.name=grpoo", r"--set algorithm\.name=grpoo: .* = 'grpoo': expected grpo, .*\. Did you mean grpo\?"),
         ("algorithm.loss=pppo", r"no loss 'pppo': use .*Did you mean ppo\?"),
-        ("engine.kind=torc", r"no engine 'torc': use torch, vllm, http, or .*Did you mean torch\?"),
+        ("engine.kind=torc", r"no engine 'torc': use torch, vllm, http, outside, or .*Did you mean torch\?"),
         ("model.dtype=float16", r"expected auto, float32, bfloat16"),
         ("learner.schedule=cos", r"no schedule 'cos': use constant, linear, cosine, or"),
         ("pipeline.stepss=3", r"--set pipeline\.stepss=3: unknown key pipeline\.stepss\. Did you mean steps\?"),

@@ -178,7 +178,7 @@ def test_every_recipe_for_a_cluster_passes_its_dry_run_and_says_what_is_placed_w
     assert PLACED[name] in said, said
     is_near = name in ("one_gpu", "two_gpus", "eight_gpus")
     assert ("weights reach engines by ipc" in said) is (name == "one_gpu")
-    assert ("shared on its node, broadcast to other nodes" in said) is (not is_near)
+    assert ("shared on its node, nccl from GPU to GPU, broadcast to other nodes" in said) is (not is_near)
     unknown = "not checked: whether the cluster has that"
     assert unknown not in said
     if not is_near and name != "four_nodes":  # which needs vLLM here, where no machine is described

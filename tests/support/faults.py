@@ -84,8 +84,8 @@ def forgotten_adapter(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -
 
     right = Product.__init__
 
-    def wrong(self: Any, weight: Any, bias: Any, down: Any, adapters: Any) -> None:
-        right(self, weight, bias, down, adapters[1:] if len(adapters) > 2 else adapters)
+    def wrong(self: Any, weight: Any, bias: Any, down: Any, adapters: Any, rows: Any) -> None:
+        right(self, weight, bias, down, adapters[1:] if len(adapters) > 2 else adapters, rows)
 
     monkeypatch.setattr(Product, "__init__", wrong)
 

@@ -319,7 +319,7 @@ async def _simulate(
         has_proximal=world.has_proximal,
         is_in_lockstep=config.is_in_lockstep,
     )
-    store = StagingStore(reads)
+    store = StagingStore(reads) if world.workers else MemoryStore(reads)
     engines: list[LineSimEngine] = []
 
     def make(name: str) -> SimEngine:
@@ -348,7 +348,7 @@ async def _simulate(
         failure=world.failure,
         success=world.success,
     )
-    workers = FakeWorkers(environment, store, engines)
+    workers = FakeWorkers(environment, store, engines) if isinstance(store, StagingStore) else None
     parts = Parts(
         engines=tuple(engines),
         environment=environment,
@@ -363,7 +363,7 @@ async def _simulate(
         proximal=proximal,
         rollouts=replaced.rollouts(sink),
         records_turns=world.records_turns,
-        workers=workers.plan(world.workers, has_lines=world.has_lines) if world.workers else None,
+        workers=None if workers is None else workers.plan(world.workers, has_lines=world.has_lines),
     )
     algorithm = Algorithm(
         advantage=grpo,
@@ -393,7 +393,7 @@ async def _simulate(
     beside = []
     if fleet is not None and on_fleet is not None:
         beside = [asyncio.create_task(fleet.replace(pipeline.sync.adopt)), asyncio.create_task(on_fleet(fleet))]
-    if replaced.on_workers is not None:
+    if replaced.on_workers is not None and workers is not None:
         beside.append(asyncio.create_task(replaced.on_workers(workers)))
     await pipeline.run()
     for task in beside:

@@ -310,7 +310,7 @@ def audit_command(
     and journals. Exit code 1 if something is wrong."""
     found: AuditReport
     with errors_shown():
-        if is_service_folder(run_dir):
+        if kind_of(run_dir) == "folder" and is_service_folder(run_dir):
             found = service = audit_service(run_dir)
             lines = service_lines(service)
         else:

@@ -37,7 +37,9 @@ def _made(seed: int) -> Any:
     set_up_cpu()
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = LlamaConfig(**shape, vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=CONTEXT)
-    plain = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    plain = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+    )
     plain.load_state_dict(new_model(config, seed=seed).state_dict())
     return plain.eval()
 
