@@ -4,7 +4,8 @@ and nowhere else. Imports torch."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -247,14 +248,20 @@ def own_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, si
         sink=sink,
     )
     make = imports.load_part("engine", config.kind, ENGINE_KINDS)
-    try:
+    with _named(f"engine.kind = {config.kind!r}", EngineMisconfigured):
         engine: Engine = make(context, **config.args)
+    return engine
+
+
+@contextmanager
+def _named(what: str, error_class: type[MillstreamError]) -> Iterator[None]:
+    """An error of the user's own code becomes one of this class, with its cause."""
+    try:
+        yield
     except MillstreamError:
         raise
-    except Exception as error:  # user code: reported with its cause
-        message = f"engine.kind = {config.kind!r} cannot be made: {type(error).__name__}: {error}"
-        raise EngineMisconfigured(message) from error
-    return engine
+    except Exception as error:
+        raise error_class(f"{what} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def check_engine_here(config: EngineConfig, model: PreTrainedModel, *, is_apart: bool = False) -> None:
@@ -387,13 +394,8 @@ def build_learner(
 def _own_learner(context: LearnerContext) -> RunLearner:
     config = context.config
     make = imports.load_part("learner", config.kind, LEARNER_KINDS)
-    try:
+    with _named(f"learner.kind = {config.kind!r}", LearnerError):
         learner: RunLearner = make(context, **config.args)
-    except MillstreamError:
-        raise
-    except Exception as error:  # user code: reported with its cause
-        message = f"learner.kind = {config.kind!r} cannot be made: {type(error).__name__}: {error}"
-        raise LearnerError(message) from error
     return learner
 
 
