@@ -164,7 +164,7 @@ def rows_of(ranks: int, parameters: int, sizes: Sizes, found: Peaks) -> Iterator
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--ranks", "2,4", smoke="2", help="how many, several with commas")
-    parser.add("--hidden", 768, smoke=64)
+    parser.add("--hidden", 768, smoke=128)
     parser.add("--layers", 12, smoke=2)
     parser.add("--words", 49_152, smoke=512)
     options = parser.parse(argv)
