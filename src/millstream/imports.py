@@ -73,10 +73,11 @@ def load_function(name: str) -> Any:
     return function
 
 
-def pass_object(part: Any) -> str:
-    """The name, for a config, of an object of Python. Objects are kept while this process lasts."""
+def pass_object(kind: str, part: Any) -> str:
+    """The name, for a config, of an object of Python. Objects are kept while this process lasts. `kind`: all functions without
+    a name have one name."""
     module, qualified = getattr(part, "__module__", None), getattr(part, "__qualname__", type(part).__qualname__)
-    name = f"{PASSED}{module}.{qualified}"
+    name = f"{PASSED}{module}.{qualified} ({kind})"
     _passed[name] = part
     return name
 

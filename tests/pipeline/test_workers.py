@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from millstream.engine.base import EngineLine
 from millstream.errors import EngineError, MillstreamError, RowsLost
 from millstream.events import (
     Event,
@@ -23,6 +24,7 @@ from millstream.events import (
     RolloutStarted,
     Stepped,
 )
+from millstream.pipeline.worker_host import LineLost, OpenLine
 from millstream.sim.draws import constant
 from millstream.types import Fate
 from support.rollout_workers import FakeWorkers, StagingStore
@@ -203,3 +205,20 @@ def test_groups_that_fail_with_their_worker_leave_as_failed() -> None:
     outcome: Outcome = simulate(world, on_workers=kill)
     check(world, outcome)
     assert Fate.FAILED in {event.fate for event in outcome.sink.of(GroupLeft)}
+
+
+def test_a_line_that_is_opened_again_by_order_is_not_reported_as_lost() -> None:
+    sent: list[object] = []
+
+    async def reopen(workers: FakeWorkers) -> None:
+        await asyncio.sleep(1.0)
+        host = workers.living[0].host
+        send = host._link.send
+        host._link.send = lambda message: (sent.append(message), send(message))[1]  # type: ignore[method-assign, func-returns-value]
+        for name in list(host._engines):
+            host.handle(OpenLine(name, 4, EngineLine("", 0, name)), 0)
+        assert len(host._engines) == 2
+
+    world = World(workers=1, has_lines=True, num_engines=2)
+    check(world, simulate(world, on_workers=reopen))
+    assert not [one for one in sent if isinstance(one, LineLost)]

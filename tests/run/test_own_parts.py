@@ -25,7 +25,7 @@ from millstream.run.changes import rule_of
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import resume_command
-from millstream.run.own_parts import BUILT_IN, KEYS
+from millstream.run.own_parts import BUILT_IN, KEYS, with_passed
 from millstream.run.simulate import costs_of, simulate
 from millstream.types import Fate, FinishedGroup, Task
 from support.runs import assert_clean, step_rows
@@ -170,10 +170,18 @@ def test_an_object_from_python_takes_the_place_of_a_name_and_a_resume_asks_for_i
     resume(run, filter=keep_some, schedule=lambda step, num_steps: 0.5, progress=False)
     assert_clean(run)
     assert {event.refused_by for event in lefts(run) if isinstance(event.refused_by, str)} == {
-        f"callable:{__name__}.keep_some"
+        f"callable:{__name__}.keep_some (filter)"
     }
     with pytest.raises(TypeError, match="take no argument 'engines'"):
         train(settings, engines=1, progress=False)  # type: ignore[call-arg]
+
+
+def test_two_functions_without_a_name_stay_apart(folder: Path) -> None:
+    config = with_passed(
+        load(ROOT / "recipes/demo.toml", RunConfig), {"filter": lambda group: True, "schedule": lambda step: 0.5}
+    )
+    assert imports.load_part("filter", config.pipeline.filter)(None) is True
+    assert imports.load_part("schedule", config.learner.schedule)(3) == 0.5
 
 
 def test_filter_schedule_store_and_channel_change_at_a_resume_and_the_audit_is_clean(folder: Path) -> None:

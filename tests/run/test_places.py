@@ -92,6 +92,8 @@ VLLM = "[engine]\nkind = 'vllm'"
         ("[engine]\nprocess = false", 4, ["0"], []),
         ("[learner]\nranks = 2\n[engine]\nkind = 'http'\n[engine.http]\nurls = ['http://a:1']\nflavour = 'vllm'\n"
          "folder = '/w'", 4, ["0", "1"], []),
+        ("[engine]\nkind = 'outside'", 4, ["0"], []),
+        ("[engine]\nkind = 'mine.py:Engine'", 4, ["0"], []),
     ],
 )  # fmt: skip
 def test_the_learner_has_the_first_gpus_and_engines_have_the_others(
@@ -99,7 +101,7 @@ def test_the_learner_has_the_first_gpus_and_engines_have_the_others(
 ) -> None:
     config, places = place(run(text), node(gpus))
     assert names(places) == (ranks, engines)
-    assert config.engine.kind == "http" or config.engine.replicas == (len(engines) or 1)
+    assert config.engine.kind in ("http", "outside") or config.engine.replicas == (len(engines) or 1)
 
 
 @given(
@@ -265,6 +267,8 @@ def test_a_model_that_fits_and_a_machine_that_is_not_known_are_not_refused() -> 
     check_model_fits(place(ranks, there)[0], there, shape_from(SEVEN_B))
     check_model_fits(ranks, Machine(nodes=((Gpu(name="0"),),)), shape_from(THIRTY_TWO_B))
     check_model_fits(run(), there, None)
+    for nothing_trained in ("[pipeline]\nrollouts_only = true", "[learner]\nkind = 'outside'"):
+        check_model_fits(place(run(nothing_trained), there)[0], there, shape_from(SEVEN_B))
 
 
 def test_engines_on_gpus_of_their_own_get_all_of_their_memory_and_the_learner_all_of_its() -> None:
@@ -286,7 +290,11 @@ def test_what_is_placed_where_is_one_line() -> None:
     assert words("", 1) == words("", 0) == ""
     assert words("", 2) == "the learner on GPU 0, 1 engine on GPU 1"
     assert words("[learner]\nranks = 2", 8) == "2 learner ranks on GPUs 0, 1, 6 engines on GPUs 2 to 7"
+    named = Machine(nodes=(tuple(Gpu(name=f"GPU-{letter}") for letter in "abcd"),))
+    assert place(run(), named)[1].words() == "the learner on GPU GPU-a, 3 engines on GPUs GPU-b, GPU-c, GPU-d"
     parallel = f"{VLLM}\n[engine.vllm]\ntensor_parallel = 2"
+    with pytest.raises(ConfigError, match="tensor_parallel = 2, and 1 GPU can be seen: set it to 1"):
+        words(parallel, 1)
     assert words(parallel, 5) == "the learner on GPU 0, 2 engines on GPUs 1 to 4, 2 each"
 
 

@@ -146,7 +146,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     @property
     def takes_stops(self) -> bool:
         """Whether it looks for stop strings."""
-        return self.kind != "http"
+        return self.is_placed
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the run starts it, on a GPU of its choice: not with servers, programs outside, or an engine of the user's."""
+        return self.kind in ("torch", "vllm")
 
     @property
     def gpus_each(self) -> int:

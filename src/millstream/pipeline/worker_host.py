@@ -242,11 +242,9 @@ class WorkerHost:
         key, place = order.key, Place(order.start, order.deadline)
         try:
             end = await self._attempts.play(key, order.task, place, lambda: self._is_aborted[key])
-            reply = await self._reply(key, end)
+            self._link.answer(number, await self._reply(key, end))
         except Exception as error:  # process boundary: it ends the run
             self._link.fail(number, error)
-        else:
-            self._link.answer(number, reply)
         finally:
             del self._is_aborted[key]
             self._num_playing[key.group_id] -= 1
@@ -264,7 +262,7 @@ class WorkerHost:
             end.num_sampled,
             end.seconds,
             end.failure,
-            dict(end.reward_parts),
+            {str(name): float(value) for name, value in end.reward_parts.items()},
             rows,
             bytes(Packing(columns_of_rollout(parts)).to_bytes()) if parts else b"",
         )
@@ -285,8 +283,10 @@ class WorkerHost:
         self._router.join(engine)
 
     def _close(self, name: str) -> None:
-        engine = self._engines.get(name)
+        """By order of the driver, which is not to hear of it as of a lost line."""
+        engine = self._engines.pop(name, None)
         if engine is not None:
+            self._spawn(engine.close())
             self._router.lose(engine, EngineGone(f"{name} is not to be used any more"))
 
     def _on_change(self, change: ReplicaChange) -> None:

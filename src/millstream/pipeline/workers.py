@@ -172,7 +172,10 @@ class RolloutWorkers:
     async def play(self, key: RequestKey, task: Task, place: Place, is_aborted: Callable[[], bool]) -> AttemptEnd:
         began, group_id = self._context.now(), key.group_id
         with self._context.waits.idle(owner_of(key), "its rollout worker"):  # which keeps rollout.timeout_s
-            worker = await self._context.notifier.until(lambda: self._choose(group_id))
+            await self._context.notifier.until(lambda: is_aborted() or self._choose(group_id))
+            worker = self._choose(group_id)
+            if is_aborted() or worker is None:
+                return AttemptEnd(None, (), 0, self._context.now() - began)
             worker.places[key] = place
             worker.num_members[group_id] += 1
             try:
@@ -185,7 +188,7 @@ class RolloutWorkers:
             except WorkerExited as error:
                 lost = f"rollout worker {worker.number} is gone: {error}"
                 return self._failed(Failure(RolloutWorkerLost.__name__, lost), began)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 why = f"with rollout.workers, a task must be plain data: {error}"
                 return self._failed(Failure(EnvironmentFailed.__name__, why), began)
             finally:
@@ -220,6 +223,7 @@ class RolloutWorkers:
         for worker in self._workers:
             if key in worker.places:
                 worker.send(AbortAttempt(key))
+        self._context.notifier.notify()  # it may wait for a worker
 
     # ---- what workers send -------------------------------------------------------------------------------------------
 

@@ -233,8 +233,8 @@ def _check_engine(config: RunConfig) -> None:
         )
     if config.rollout.stop and not config.engine.takes_stops:
         raise ConfigError(
-            'rollout.stop with engine.kind = "http": stop strings are looked for by our own engine and by vLLM. Leave '
-            'rollout.stop out, or set engine.kind = "torch"'
+            f'rollout.stop with engine.kind = "{config.engine.kind}": stop strings are looked for by our own engine and vLLM. '
+            'Leave rollout.stop out, or set engine.kind = "torch"'
         )
     kind = config.engine.kind
     if kind not in ("http", "outside"):

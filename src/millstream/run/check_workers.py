@@ -23,6 +23,8 @@ def _refused(config: RunConfig) -> Iterator[str]:
     if config.data.sessions or config.data.rollouts is not None:
         key = "sessions" if config.data.sessions else "rollouts"
         yield f"data.{key}: such a run plays no rollouts. {INSTEAD}"
+    if config.store.is_own:
+        yield f"store.kind = {config.store.kind!r}: workers pack rows for the run's own store. Leave it out. Or: {INSTEAD}"
     if was_passed(config.reward):
         yield (
             "the reward is a Python function that was passed to train, which no other process has. Name it in the config "

@@ -97,7 +97,7 @@ def with_passed(config: RunConfig, parts: Mapping[str, Any]) -> RunConfig:
         if not callable(part):
             raise ConfigError(f"{kind}= is a {type(part).__name__}: expected a class or a function (docs/parts.md)")
         table, key = KEYS[kind]
-        named = structs.replace(getattr(config, table), **{key: imports.pass_object(part)})
+        named = structs.replace(getattr(config, table), **{key: imports.pass_object(kind, part)})
         config = structs.replace(config, **{table: named})
     return config
 

@@ -136,9 +136,16 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
         )
     scored = _scorer_gpus(config)
     learner, rest = gpus[:ranks], tuple(gpu for at, gpu in enumerate(gpus) if at >= ranks and at not in scored)
-    if engine.kind == "http":
-        return config, Places(ranks=learner)
+    if not engine.is_placed:
+        placed = (
+            config if engine.replicas != "auto" else structs.replace(config, engine=_with(engine, 1, SHARED_MEMORY))
+        )
+        return placed, Places(ranks=learner)
     if len(gpus) == 1 or engine.process is False:
+        if engine.gpus_each > len(gpus):
+            raise ConfigError(
+                f"engine.vllm.tensor_parallel = {engine.gpus_each}, and {_count(len(gpus), 'GPU')} can be seen: set it to 1"
+            )
         _check_shared(engine, engine.num_replicas, learner)
         return structs.replace(config, engine=_with(engine, engine.num_replicas, SHARED_MEMORY)), Places(ranks=learner)
     each = engine.gpus_each
@@ -185,7 +192,7 @@ def _check_shared(
 
 def _with(engine: EngineConfig, num: int, memory: float) -> EngineConfig:
     """`memory`: the share of a GPU that vLLM takes, unless the config says it."""
-    if engine.kind == "http":
+    if engine.kind in ("http", "outside"):
         return engine
     if engine.kind == "vllm":
         vllm = engine.vllm or VllmConfig()
@@ -208,9 +215,9 @@ def _on_ray(config: RunConfig) -> RunConfig:
         )
     _check_engine_gpus(engine, resources)
     num = engine.num_replicas
-    if engine.kind != "http" and engine.replicas == "auto":
+    if engine.is_placed and engine.replicas == "auto":
         num = _num_engines(resources, ranks)
-    if resources.gpus is not None and engine.kind != "http":
+    if resources.gpus is not None and engine.is_placed:
         _check_divided(resources, num, ranks)
     share = ALONE_MEMORY * min(1.0, resources.engine_gpus) if resources.engine_gpus else ALONE_MEMORY
     return structs.replace(config, resources=resources, engine=_with(engine, num, share))
@@ -313,9 +320,10 @@ def check_model_fits(config: RunConfig, machine: Machine, shape: ModelShape | No
         return
     largest, dtype = max(known), choose_dtype(config, ModelDevice(is_gpu=True))
     memory = Memory(config, shape, dtype=dtype, is_compiled=False)
-    _check_learner(config, memory, largest, len(machine.gpus))
+    if config.learner.kind == "torch" and not config.pipeline.rollouts_only:
+        _check_learner(config, memory, largest, len(machine.gpus))
     each, weights = config.engine.gpus_each, memory.whole
-    if config.engine.kind != "http" and weights / each > largest:
+    if config.engine.is_placed and weights / each > largest:
         parallel = next(n for n in (1, 2, 4, 8, 16, 32, 64, 1 << 30) if weights / n < 0.7 * largest)
         to_type = f'engine.kind = "vllm" with engine.vllm.tensor_parallel = {parallel}'
         raise ConfigError(
@@ -346,7 +354,11 @@ def _check_learner(config: RunConfig, memory: Memory, largest: float, num_gpus: 
 
 def _numbers(gpus: Sequence[Gpu]) -> str:
     names = [gpu.name for gpu in gpus]
-    if len(names) > 2 and names == [str(number) for number in range(int(names[0]), int(names[0]) + len(names))]:
+    if (
+        len(names) > 2
+        and names[0].isdigit()
+        and names == [str(number) for number in range(int(names[0]), int(names[0]) + len(names))]
+    ):
         return f"{names[0]} to {names[-1]}"
     return ", ".join(names)
 

@@ -95,7 +95,9 @@ def prepare_run(
     set_up_cpu()
     assert checked.data is not None, "a start reads every data set"
     data = checked.data
-    config, places = place(config if recorded is None else with_sizes(config, recorded), machine)
+    config, places = place(
+        config if recorded is None else with_sizes(config, structs.replace(recorded, replicas=None)), machine
+    )
     device = with_places(build.measure_device(config), places)
     model, tokenizer = _driver_model(config, device, start)
     check_heads(config.engine, model.config.to_dict())

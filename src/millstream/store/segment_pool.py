@@ -114,7 +114,10 @@ class SegmentPool:
     def check_exists(self, segment: Segment) -> None:
         """Raises `RowsLost` if a segment that is not reserved (since a restart, or since its producer expired) is gone."""
         is_here = segment.node == self._node
-        is_there = segment.name in self._server.names() if is_here else segment.node in self.addresses()
+        is_ended = segment.name.startswith(f"{self._prefix}-")  # given out by this process, and not reserved any more
+        is_there = (
+            segment.name in self._server.names() if is_here else segment.node in self.addresses() and not is_ended
+        )
         if not SEGMENT_NAME.fullmatch(segment.name) or segment.name in self.names or not is_there:
             raise RowsLost(f"the segment {segment.name} is gone, it was not filled in time: put the rows again")
 

@@ -228,7 +228,7 @@ class TorchEngine:
         if report.path is not None:
             at, path = self._clock.now(), report.path
             self._sink.emit(PathChosen(at=at, worker=self.name, path=path.name, why=path.why))
-        if report.line is not None:
+        if report.line is not None and not self._line.done():
             self._line.set_result(report.line)
         if report.broken is not None:
             self._break(report.broken, EngineMisconfigured if report.is_raised else EngineGone)

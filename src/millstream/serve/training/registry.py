@@ -264,9 +264,9 @@ class Registry:
     def _version_of(self, sequence_id: str, model: ModelInfo) -> int | None:
         found = SEQUENCE.fullmatch(sequence_id)
         sampler = None if found is None else self._find_sampler(found["sampler"])
-        if sampler is None or sampler.owner != model.owner or sampler.model_id != model.id:
+        if found is None or sampler is None or sampler.owner != model.owner or sampler.model_id != model.id:
             return None
-        return sampler.version
+        return sampler.version if int(found["version"]) == sampler.version else None
 
     async def close(self) -> None:
         for model in self._models.values():

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from millstream.errors import RequestRefused
+from millstream.errors import MillstreamError, RequestRefused
 from millstream.learner.scorer import TorchScorer
 from millstream.model.lora import LoraConfig
 from millstream.seeds import derive_seed
@@ -168,6 +168,8 @@ class SamplingPool:
         except* HttpError as refused:
             first = refused.exceptions[0]
             raise HttpError(first.status if isinstance(first, HttpError) else 500, str(first)) from refused
+        except* MillstreamError as failed:
+            raise HttpError(500, str(failed.exceptions[0])) from failed
         completions = [task.result() for task in tasks]
         if any(completion.finish is Finish.ABORT for completion in completions):
             raise HttpError(503, "the engine was closed while it sampled: try again")
