@@ -58,10 +58,10 @@ def main(url: str) -> None:
                 alike[bytes(row.columns["prompt"]), row.columns["max_tokens"]].append(row.columns)
             for rows in alike.values():
                 tokens, logprobs = zip(*sample(model, rows[0], len(rows)), strict=True)
-                told = {name: [row[name] for row in rows] for name in ("request", "begin")}
+                asked = {name: [row[name] for row in rows] for name in ("request", "begin")}
                 try:
                     client.put_experience(
-                        told | {"tokens": tokens, "logprobs": logprobs, "versions": [version] * len(rows)}
+                        asked | {"tokens": tokens, "logprobs": logprobs, "versions": [version] * len(rows)}
                     )
                 except StreamEnded:
                     raise

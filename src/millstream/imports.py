@@ -1,7 +1,8 @@
 """From a name in a config to what it names: `file.py:name`, `package.module:name`, a part that an installed package brings
 (an entry point, by its plain name), or an object that was passed from Python. Found before a run begins.
 
-Nothing is imported, and no package is asked what it brings, before a config has a name that is not built in."""
+Nothing is imported before a config has a name that is not built in. `import millstream` and `--help` ask no package what it
+brings."""
 
 from __future__ import annotations
 

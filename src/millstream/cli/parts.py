@@ -145,6 +145,8 @@ def check_part(kind: str, name: str, args: dict[str, Any], promises: dict[str, A
             pytest.main([str(path), "--rootdir", folder, "--basetemp", f"{folder}/tmp", *options], plugins=[collector])
     if collector.refused:
         raise ConfigError(collector.refused)
+    if not collector.found:
+        raise ConfigError(f"no test of the {kind} {name!r} was run: look at the names after --promise")
     return collector.found
 
 

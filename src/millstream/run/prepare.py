@@ -24,7 +24,7 @@ from millstream.run.config import RunConfig
 from millstream.run.device import with_places
 from millstream.run.places import Places, check_heads, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
-from millstream.run.sizes import ModelDevice, choose_dtype, choose_sizes, with_sizes
+from millstream.run.sizes import ModelDevice, choose_dtype, choose_sizes, with_recorded, with_sizes
 from millstream.run.text import TokenizerText
 from millstream.types import Sampling, Task
 
@@ -95,9 +95,7 @@ def prepare_run(
     set_up_cpu()
     assert checked.data is not None, "a start reads every data set"
     data = checked.data
-    config, places = place(
-        config if recorded is None else with_sizes(config, structs.replace(recorded, replicas=None)), machine
-    )
+    config, places = place(with_recorded(config, recorded), machine)
     device = with_places(build.measure_device(config), places)
     model, tokenizer = _driver_model(config, device, start)
     check_heads(config.engine, model.config.to_dict())

@@ -239,6 +239,11 @@ def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
     )
 
 
+def with_recorded(config: RunConfig, sizes: Sizes | None) -> RunConfig:
+    """The config with the sizes of the run's start, if it is resumed. Its engines are placed again: the machine may be another."""
+    return config if sizes is None else with_sizes(config, structs.replace(sizes, replicas=None))
+
+
 def memory_warning(sizes: Sizes, *, are_kept: bool = False) -> str:
     """What there is to warn of; empty if the estimate fits. `are_kept`: the sizes are those of the run's start."""
     if sizes.needed_gb is None or sizes.free_gb is None or sizes.needed_gb <= sizes.free_gb:

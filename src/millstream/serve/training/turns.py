@@ -199,7 +199,9 @@ class TurnEngine:
             if place.sampler is None or place.sampler.id != sampler.id:
                 await self._load(place, sampler)
             place.num_left = TURN_REQUESTS
-        except Exception as error:  # those who wait for these weights get the reason, and the next sampler has its turn
+        except (
+            Exception
+        ) as error:  # requests that wait for these weights get the reason, and the next sampler has its turn
             place.sampler = None
             self._waiting.pop(sampler.id, None)
             for turn in waiting.turns:
