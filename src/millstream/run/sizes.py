@@ -240,7 +240,7 @@ def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
 
 
 def with_recorded(config: RunConfig, sizes: Sizes | None) -> RunConfig:
-    """The config with the sizes of the run's start, if it is resumed. Its engines are placed again: the machine may be another."""
+    """The config with the sizes of the run's start, if it is resumed. Engines are placed again: the machine may be another."""
     return config if sizes is None else with_sizes(config, structs.replace(sizes, replicas=None))
 
 
