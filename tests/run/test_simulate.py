@@ -276,12 +276,17 @@ def test_the_log_of_an_interrupted_simulation_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "SimLearner", InterruptedLearner)
-    with pytest.raises(KeyboardInterrupt):
-        simulated(out=tmp_path / "run")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever another test has left
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            simulated(out=tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
     gc.collect()
     last = list(read_history(tmp_path / "run/events.jsonl"))[-1]
     assert last.outcome == "KeyboardInterrupt" and last.version == 1 and last.at > 0
-    assert not caplog.records, "no task was left with an error that nobody has read"
+    own = [one for one in caplog.records if one.name.startswith(("asyncio", "millstream"))]
+    assert not own, "no task was left with an error that nobody has read"
 
 
 def test_what_ends_a_simulation_before_it_begins_leaves_no_folder(
