@@ -20,13 +20,13 @@ from typing import Any
 
 from millstream.errors import MillstreamError
 from millstream.events import GroupAdmitted, Status, Stepped
-from millstream.pipeline.attempts import AttemptHost, Attempts, RouterLine
+from millstream.pipeline.attempts import RouterLine
 from millstream.pipeline.auto_lag import AutoLag
 from millstream.pipeline.batch import BatchTrainer, GroupTaker, TakenGroup
 from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.critic import CriticUpdates
-from millstream.pipeline.episode import Player
 from millstream.pipeline.grouping import members_of, rewards_of
+from millstream.pipeline.host import build_host
 from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.outside import TOO_OLD, OutsideRollouts, outside_start
@@ -42,7 +42,6 @@ from millstream.pipeline.settle import GroupFinalizer
 from millstream.pipeline.stages import run_stage
 from millstream.pipeline.state import Checkpointer, PipelineState
 from millstream.pipeline.sync import WeightSync
-from millstream.pipeline.worker_host import HostSetup
 from millstream.pipeline.workers import RolloutWorkers
 from millstream.serving.router import Router
 from millstream.types import Fate, Metrics, Task
@@ -120,10 +119,12 @@ class Pipeline:
 
     def _build_rollouts(self, algorithm: Algorithm, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
         line = RouterLine(self.router, self.waits, self.admission, gate)
+        host = build_host(self._parts, self._context, line, algorithm, rollout, seed)
+        self._workers = host if isinstance(host, RolloutWorkers) else None
         return Rollouts(
             self._context,
             rollout,
-            self._build_host(line, algorithm, rollout, seed),
+            host,
             router=self.router,
             admission=self.admission,
             finalizer=self._finalizer,
@@ -131,34 +132,6 @@ class Pipeline:
             complete_with=complete_with(self._config, rollout),
             are_partial=algorithm.group_reward is not None,
         )
-
-    def _build_host(self, line: RouterLine, algorithm: Algorithm, rollout: RolloutConfig, seed: int) -> AttemptHost:
-        parts = self._parts
-        if parts.workers is not None:
-            setup = HostSetup(
-                sampling=algorithm.sampling,
-                seed=seed,
-                max_parts=rollout.max_parts,
-                timeout_s=rollout.timeout_s,
-                records_turns=parts.records_turns,
-                has_lines=line.gate is None and parts.workers.has_lines,
-                is_gated=line.gate is not None,
-                keeps_parts=rollout.keep_gb > 0,
-                patience_s=self.router.patience_s,
-                are_prefixes_kept=self.router.prefixes.are_kept,
-            )
-            self._workers = RolloutWorkers(parts.workers, setup, self._context, line)
-            return self._workers
-        player = Player(
-            environment=parts.environment,
-            sampling=algorithm.sampling,
-            run_seed=seed,
-            role="train",
-            max_parts=rollout.max_parts,
-            waits=self.waits,
-            record=self._context.record_span if parts.records_turns else None,
-        )
-        return Attempts(player, line, timeout_s=rollout.timeout_s, now=self._context.now)
 
     def _build_policy(self, gate: Gate | None, after_step: AfterStep | None) -> SchedulingPolicy:
         return SchedulingPolicy(

@@ -54,10 +54,10 @@ from millstream.types import Completion, Request, RequestKey, Rollout, Sampling,
 MAX_SHOWN_TOKENS = 256  # of a rollout that is not kept: as many as an event may show
 
 
-class _Message(Struct, tag=True, array_like=True): ...
+class _WorkerMessage(Struct, tag=True, array_like=True): ...
 
 
-class PlayAttempt(_Message):
+class PlayAttempt(_WorkerMessage):
     key: RequestKey
     task: Task
     start: int
@@ -65,17 +65,17 @@ class PlayAttempt(_Message):
     rank: RequestRank | None
 
 
-class AbortAttempt(_Message):
+class AbortAttempt(_WorkerMessage):
     key: RequestKey
 
 
-class GateOpened(_Message):
+class GateOpened(_WorkerMessage):
     """The turn with this key has passed the gate: its time limit counts again."""
 
     key: RequestKey
 
 
-class OpenLine(_Message):
+class OpenLine(_WorkerMessage):
     """The worker may use this many slots of an engine."""
 
     engine: str
@@ -83,32 +83,32 @@ class OpenLine(_Message):
     line: EngineLine
 
 
-class CloseLine(_Message):
+class CloseLine(_WorkerMessage):
     engine: str
 
 
-class GenerateTurn(_Message):
+class GenerateTurn(_WorkerMessage):
     request: Request
 
 
-class AbortTurn(_Message):
+class AbortTurn(_WorkerMessage):
     """Answered as `Router.abort`."""
 
     key: RequestKey
 
 
-class CancelTurn(_Message):
+class CancelTurn(_WorkerMessage):
     key: RequestKey
 
 
-class TurnSpan(_Message):
+class TurnSpan(_WorkerMessage):
     key: RequestKey
     what: str
     seconds: float
     num_tokens: int
 
 
-class LineLost(_Message):
+class LineLost(_WorkerMessage):
     engine: str
 
 
