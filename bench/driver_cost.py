@@ -26,7 +26,7 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,14 +220,16 @@ class CountingSink:
         self.num_rollouts = 0
         self.num_bytes = 0
         self.counted: list[Counted] = []
-        self.processes: dict[str, psutil.Process] = {}
+        self.find: Callable[[], dict[str, psutil.Process]] = dict
+        self._processes: dict[str, psutil.Process] = {}
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
         if isinstance(event, RolloutEnded):
             self.num_rollouts += 1
         elif isinstance(event, Stepped) and event.version in self._marks:
-            used = {name: sum(process.cpu_times()[:2]) for name, process in self.processes.items()}
+            self._processes = self._processes or self.find()
+            used = {name: sum(process.cpu_times()[:2]) for name, process in self._processes.items()}
             used[DRIVER] = time.process_time()
             self.counted.append(Counted(self.num_rollouts, self.num_bytes, used, time.monotonic()))
 
@@ -338,11 +340,10 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
         pipeline = Pipeline(
             parts, tasks, algorithm, config=config.pipeline, rollout=config.rollout, seed=0, router=router
         )
+        sink.find = functools.partial(processes_of, engines, pipeline)
         try:
             with sink.counting_bytes(), seldom_collected():
-                watching = asyncio.create_task(name_processes(sink, engines, pipeline, num_workers))
                 await pipeline.run()
-                watching.cancel()
         finally:
             for engine in engines:
                 await engine.close()
@@ -354,20 +355,16 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
     return measured(begin, end, options.turns)
 
 
-async def name_processes(sink: CountingSink, engines: Sequence[Any], pipeline: Any, num_workers: int) -> None:
-    """All but the driver, when they are there: engines, rollout workers, the store's coordinator."""
-
-    def remotes() -> dict[str, Any]:
-        found = {f"engine {engine.name}": engine._host.remote for engine in engines}
-        workers = [] if pipeline._workers is None else pipeline._workers._workers
-        return found | {f"worker {worker.number}": worker.remote for worker in workers}
-
-    while len(remotes()) < len(engines) + num_workers or not all(one.process for one in remotes().values()):
-        await asyncio.sleep(0.05)
-    sink.processes = {name: psutil.Process(one.process.pid) for name, one in remotes().items()}
+def processes_of(engines: Sequence[Any], pipeline: Any) -> dict[str, psutil.Process]:
+    """All but the driver, by name: engines, rollout workers, the store's coordinator."""
+    workers = [] if pipeline._workers is None else pipeline._workers._workers
+    remotes = {f"engine {number}": engine._host.remote for number, engine in enumerate(engines)}
+    remotes |= {f"worker {worker.number}": worker.remote for worker in workers}
+    found = {name: psutil.Process(remote.process.pid) for name, remote in remotes.items()}
     for child in psutil.Process().children():
         if "millstream.store.host" in child.cmdline():
-            sink.processes["store"] = child
+            found["store"] = child
+    return found
 
 
 def measured(begin: Counted, end: Counted, turns: int) -> Measured:

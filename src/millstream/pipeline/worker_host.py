@@ -12,7 +12,8 @@
       ◀───────────────────────────────── TurnSpan
       Ping ────────────────────────────────────▶   answered by its event loop
 
-Messages of one turn of an event loop are sent together. With lines to engines the driver handles a message of constant size for an attempt, whatever its length and turns.
+Messages of one turn of an event loop are sent together. With lines to engines the driver handles a message of constant size
+for an attempt, whatever its length and turns.
 """
 
 from __future__ import annotations
