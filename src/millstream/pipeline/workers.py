@@ -218,7 +218,7 @@ class RolloutWorkers:
             try:
                 worker.post(PlayAttempt(key, task, place.start, place.deadline, self._router.rank_of(group_id)))
                 self._watch(worker)
-                end = self._end(key, await reply)
+                answer = await reply
             except asyncio.CancelledError:
                 worker.post(AbortAttempt(key))
                 raise
@@ -233,7 +233,7 @@ class RolloutWorkers:
         worker.retry.succeeded()
         if self._losses and group_id not in worker.num_members:
             self._losses.pop(group_id, None)
-        return end
+        return self._end(key, answer)
 
     def _remove(self, worker: _Worker, key: RequestKey) -> None:
         del worker.attempts[key]
@@ -370,7 +370,9 @@ class RolloutWorkers:
                     limit = f"it did not answer for {self._setup.answer_s:g} s; rollout.timeout_s sets the limit"
                     remote.kill(limit)
                     await asyncio.wait({answer})
-            worker.has_answered = answer.exception() is None
+            if answer.exception() is not None:
+                return
+            worker.has_answered = True
             await asyncio.sleep(check_s)
 
     async def _replace(self, worker: _Worker, error: WorkerExited) -> None:
