@@ -180,7 +180,7 @@ _AFTER_DECODE = (
     Hop("serving.router:Router._send"),
     Hop("engine.native.engine:TorchEngine.generate"),
     Hop("engine.native.host:ProcessHost.send"),
-    Hop("engine.native.host:ProcessHost._flush"),
+    Hop("engine.native.host:ProcessHost.send"),
     Hop("rpc.call:Channel.send"),
     Hop("engine.native.process:serve_engine", via="_send"),  # a process of its own, which reads the connection
     Hop("engine.native.worker:DecodeWorker.run"),

@@ -60,7 +60,7 @@ RESTART = BackOff(first_s=0.5)
 MAX_DEATHS = 5  # of one worker, that no answered attempt forgives
 LINE_AGAIN = BackOff(first_s=0.1, longest_s=30.0)
 LINE_KEPT_S = 60.0  # a line that lasted as long forgives the losses before
-NARROW = 8  # groups that were on two workers that died: so many times fewer at once on the next
+NARROW = 8  # groups that were on two workers that died: this many times fewer at once on the next
 NUM_CHECKS = 4  # within the time in which a worker must answer: the time of a suspended machine counts as one
 
 
