@@ -240,7 +240,7 @@ class CountingSink:
     def counting_bytes(self) -> Iterator[None]:
         """Of every connection of this process that carries frames."""
         send, receive = Channel._write, Frames._receive
-        tell, hear = FrameProtocol.send, FrameProtocol.data_received
+        tell, hear = FrameProtocol._write, FrameProtocol.data_received
 
         def counted_send(channel: Channel, data: bytes) -> None:
             self.num_bytes += len(data)
@@ -251,17 +251,9 @@ class CountingSink:
             self.num_bytes += sum(map(len, found or ()))
             return found
 
-        def counted_tell(protocol: FrameProtocol, message: Any) -> None:
-            transport = protocol.transport
-            assert transport is not None
-            write = transport.write
-
-            def counted_write(data: Any) -> None:
-                self.num_bytes += len(data)
-                write(data)
-
-            with patch.object(protocol, "transport", _Writing(transport, counted_write)):
-                tell(protocol, message)
+        def counted_tell(protocol: FrameProtocol, data: bytes) -> None:
+            self.num_bytes += len(data)
+            tell(protocol, data)
 
         def counted_hear(protocol: FrameProtocol, data: bytes) -> None:
             self.num_bytes += len(data)
@@ -270,21 +262,10 @@ class CountingSink:
         with (
             patch.object(Channel, "_write", counted_send),
             patch.object(Frames, "_receive", counted_receive),
-            patch.object(FrameProtocol, "send", counted_tell),
+            patch.object(FrameProtocol, "_write", counted_tell),
             patch.object(FrameProtocol, "data_received", counted_hear),
         ):
             yield
-
-
-class _Writing:
-    """A transport whose writes are counted."""
-
-    def __init__(self, transport: Any, write: Any) -> None:
-        self._transport = transport
-        self.write = write
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 def config_of(num_workers: int, options: argparse.Namespace) -> RunConfig:
