@@ -48,6 +48,8 @@ from millstream.types import Fate, Metrics, Task
 
 __all__ = ["AfterStep", "Algorithm", "Parts", "Pipeline", "TokenGroupReward"]
 
+SETTLING = 4  # groups at once, where the store is another process
+
 
 class Pipeline:
     """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears. `after_step`
@@ -98,7 +100,12 @@ class Pipeline:
         self.admission = admission_for(config)
         self.sync = WeightSync(self._context, parts.channel, self.router, is_in_lockstep=is_in_lockstep)
         self._finalizer = GroupFinalizer(
-            self._context, self.admission, algorithm, config, min_group_size=rollout.min_group_size
+            self._context,
+            self.admission,
+            algorithm,
+            config,
+            min_group_size=rollout.min_group_size,
+            num_at_once=SETTLING if parts.workers is not None and not is_in_lockstep else 1,
         )
         gate = gate_for(config, self.router, self._context)
         self._rollouts = self._build_rollouts(algorithm, rollout, seed, gate)
@@ -380,10 +387,12 @@ class Pipeline:
                 metrics=metrics,
             )
         )
-        for (
-            lease
-        ) in leases:  # after the events: the store may be remote, and no group may start in room not yet recorded
-            await self._parts.store.acknowledge(lease)
+        # after the events: the store may be remote, and no group may start in room not yet recorded
+        if self._workers is not None:
+            await asyncio.gather(*(self._parts.store.acknowledge(lease) for lease in leases))
+        else:
+            for lease in leases:
+                await self._parts.store.acknowledge(lease)
         groups = self._context.groups
         self._context.groups = {group_id: group for group_id, group in groups.items() if group_id in self.admission}
         if self._auto_lag is not None:
