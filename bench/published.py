@@ -49,7 +49,7 @@ REVISED after the first figures: the formula's split left the learner as the bot
 what it takes. The rows of ROLL Flash are split by work instead: training to generating with full engines. AsyncFlow's split is
 as assumed. RLVR simulates every second GPU with half of the batch, so that every engine has the same load in less time.
 
-    .venv/bin/python bench/published.py [--json] [--smoke] [--seeds 3]
+    .venv/bin/python bench/published.py [--json] [--smoke] [--seeds 3] [--only agents,grid]
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import product
+from itertools import chain, islice, product
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -111,6 +111,7 @@ RATIOS = (1, 2, 4)
 ENOUGH = 1.05
 GRID_GROUPS, GRID_MEMBERS = (16, 20), (8, 10, 12)
 AGENT_GPUS = 8
+PARTS = ("rollouts", "rlvr", "ratios", "agents", "grid", "asyncflow")
 SHARE = 2
 """One in so many devices is simulated, with as small a part of the batch: every engine has the same load."""
 Run = Callable[[int], float]
@@ -426,34 +427,40 @@ def enough(model: Model, lengths: Lengths, rows: list[Row]) -> Line:
     return Line(name, "2 is enough", f"synchronous: {plain:.0f} s", *shown)
 
 
-def lines(num_seeds: int, rows: list[Row]) -> Iterator[Line]:
-    for case in rollouts():
-        yield gain(case, num_seeds, rows)
-    for lengths in (BASE, THINK):
-        for gpus in GPU_COUNTS:
-            yield gain(rlvr(lengths, gpus), num_seeds, rows)
-        yield scaling(lengths, rows)
-    for model in (QWEN_06, QWEN_17, QWEN_4, QWEN_8):
-        yield enough(model, THINK, rows)
-    for lengths in (THINK_4, THINK_8, THINK_16):
-        yield enough(QWEN_8, lengths, rows)
-    for agent in (SWE, ALFWORLD):
-        for case in agent_cases(agent):
-            yield gain(case, num_seeds, rows)
-    for case in (*grid(), *ablation()):
-        yield gain(case, num_seeds, rows)
-    yield linearity(QWEN_7, 32, "0.65", rows)
-    yield linearity(QWEN_32, 64, "0.88", rows)
+def lines(part: str, num_seeds: int, rows: list[Row]) -> Iterator[Line]:
+    """Of one of `PARTS`."""
+    match part:
+        case "rollouts":
+            yield from (gain(case, num_seeds, rows) for case in rollouts())
+        case "rlvr":
+            for lengths in (BASE, THINK):
+                yield from (gain(rlvr(lengths, gpus), num_seeds, rows) for gpus in GPU_COUNTS)
+                yield scaling(lengths, rows)
+        case "ratios":
+            yield from (enough(model, THINK, rows) for model in (QWEN_06, QWEN_17, QWEN_4, QWEN_8))
+            yield from (enough(QWEN_8, lengths, rows) for lengths in (THINK_4, THINK_8, THINK_16))
+        case "agents":
+            yield from (gain(case, num_seeds, rows) for agent in (SWE, ALFWORLD) for case in agent_cases(agent))
+        case "grid":
+            yield from (gain(case, num_seeds, rows) for case in grid())
+        case "asyncflow":
+            yield from (gain(case, num_seeds, rows) for case in ablation())
+            yield linearity(QWEN_7, 32, "0.65", rows)
+            yield linearity(QWEN_32, 64, "0.88", rows)
+        case _:
+            raise SystemExit(f"--only {part}: expected some of {', '.join(PARTS)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
-    parser.add("--seeds", 3, smoke=1)
+    parser.add("--seeds", 3, smoke=1, help="of the rows in which rollouts alone take time; the others have one")
+    parser.add("--only", ",".join(PARTS), help="parts of the table")
     options = parser.parse(argv)
     rows: list[Row] = []
-    found = [gain(rollouts()[0], 1, rows)] if options.smoke else lines(options.seeds, rows)
+    parts = options.only.split(",")
+    found = chain(*(lines(part, options.seeds, rows) for part in parts))
     say("| setting | published | baseline | the paper's policy | ours |\n|---|---|---|---|---|")
-    for line in found:
+    for line in islice(found, 1) if options.smoke else found:
         say(f"| {' | '.join(line)} |")
     publish(rows, options)
 
