@@ -687,6 +687,7 @@ def test_of_several_replicas_that_work_at_most_half_load_at_the_same_time(num_en
 
 def test_replicas_without_requests_load_new_weights_at_once_and_get_the_groups_that_need_them() -> None:
     assert load_times(busy="a", idle="bcd") == {"b": 0.1, "c": 0.1, "d": 0.1, "a": 2.1}
+    assert sorted(load_times(busy="", idle="abc").values()) == [0.1, 0.1, 2.1], "one is left that serves"
 
 
 def test_a_replica_that_is_lost_when_weights_are_published_holds_no_other_up() -> None:

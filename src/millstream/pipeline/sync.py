@@ -1,9 +1,10 @@
 """Weight sync: every engine of the run loads the newest published version, between two of its decode steps.
 
 The channel owns the newest weights: what the engines start with is published to it before the run, and every version after
-its step. One task per engine fetches and loads. Engines without requests load at once. The others wait until fewer than half
-of all engines are loading, so that the rest keeps generating; those with the fewest requests load first. Groups that start at
-the new version go to engines that have it.
+its step. One task per engine fetches and loads. An engine that has requests loads while fewer than half of all engines do, so
+that the others keep generating; those with the fewest requests load first. One that has none need not wait for the others, as
+long as one is left that serves: groups that start at the new version go to engines that have it, and of many engines most may
+be idle in the moment of a publication.
 Weights that do not arrive are fetched again after a back-off; an engine that never gets them is given up, like one that died.
 An engine that starts during the run loads the newest version before it serves.
 """
@@ -221,10 +222,10 @@ class WeightSync:
         return self._channel.version > engine.version and not self._router.pins.is_pinned(engine)
 
     def _may_load(self, engine: Engine) -> bool:
-        has = self._router.num_requests(engine)
-        if self._is_in_lockstep or not has:
+        if self._is_in_lockstep:
             return True
-        places = max(1, len(self._router.engines) // 2) - self._num_loading
+        has, num = self._router.num_requests(engine), len(self._router.engines)
+        places = max(1, num // 2 if has else num - 1) - self._num_loading
         if places < 1:
             return False
         before = (
