@@ -38,8 +38,11 @@ class ReplicaOrder:
 
     def cheapest(self, routed: RoutedRequest) -> Replica | None:
         """Of those that may take the request, the one with the lowest price, of equal ones the first; crowded ones last."""
-        self._update()
         now = asyncio.get_running_loop().time()
+        if len(self._replicas) == 1:
+            (only,) = self._replicas.values()
+            return only if only.may_take(routed.floor, now, routed.pin) else None
+        self._update()
         found = [(*replica.price(routed), replica.number, replica) for replica in self._with_prefix(routed, now)]
         for slots, entries in self._by_slots.items():
             missing, least, least_work = PROMPT_TOKEN * len(routed.remaining.tokens), None, -1.0
