@@ -39,8 +39,12 @@ class ReplicaOrder:
 
     def cheapest(self, routed: RoutedRequest) -> Replica | None:
         """Of those that may take the request, the one with the lowest price, of equal ones the first; crowded ones last."""
+        now = asyncio.get_running_loop().time()
+        if len(self._replicas) == 1:
+            (only,) = self._replicas.values()
+            return only if only.may_take(routed.floor, now, routed.pin) else None
         self._update()
-        now, prompt = asyncio.get_running_loop().time(), PROMPT_TOKEN * len(routed.remaining.tokens)
+        prompt = PROMPT_TOKEN * len(routed.remaining.tokens)
         found, lowest = list[tuple[float, int, int, Replica]](), math.inf  # `lowest`: of those that are not crowded
         for slots, entries in self._by_slots.items():
             least, least_work = math.inf, -1.0
