@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -48,16 +48,25 @@ async def started(tasks: Mapping[str, Reads], **more: Any) -> AsyncIterator[Shar
 class TestSharedStore(StoreSuite):
     """A coordinator for each test, and one client."""
 
+    plan: ClassVar[dict[str, Any]] = {}
+
     @asynccontextmanager
     async def open(
         self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
     ) -> AsyncIterator[Store]:
-        async with started(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes) as shared:
+        limits = {"capacity_rows": capacity_rows, "capacity_bytes": capacity_bytes}
+        async with started(tasks, **limits, **self.plan) as shared:
             store = await shared.connect("the tests")
             try:
                 yield store
             finally:
                 await store.close()
+
+
+class TestSpillingStore(TestSharedStore):
+    """All its rows are on disk."""
+
+    plan: ClassVar = {"memory_bytes": 1}
 
 
 def test_the_rows_of_a_consumer_that_is_gone_go_to_another_and_what_it_wrote_stays() -> None:

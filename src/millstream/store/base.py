@@ -153,6 +153,8 @@ class StoreStats(Struct, frozen=True, kw_only=True):
     rows_claimed: int = 0
     rows_freed: int = 0
     """Totals since the store was created: the difference of two reports is a rate."""
+    spilled_bytes: int = 0
+    """Of `bytes`: on disk."""
 
 
 class Store(Protocol):
