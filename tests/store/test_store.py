@@ -94,6 +94,25 @@ def test_the_rows_of_a_consumer_that_is_gone_go_to_another_and_what_it_wrote_sta
     asyncio.run(program())
 
 
+def test_bytes_and_operations_are_counted_by_partition_also_after_a_kill() -> None:
+    async def program() -> None:
+        async with started(ROWS) as shared:
+            store = await shared.connect()
+            (first,) = await put_values(store, [np.zeros(20_000)])
+            await put_values(store, ["b"], partition="other")
+            await store.write([first], {"late": [np.zeros(20_000)]})
+            await store.acknowledge(await store.claim("read", Want(rows=1), partition="other"))
+            shared.process.kill()
+            stats = await store.stats()
+            assert stats.operations == {"put": 2, "write": 1, "claim": 1, "acknowledge": 1}
+            assert stats.by_partition["train"].bytes == stats.bytes > 320_000
+            assert list(stats.by_partition) == ["train"]
+            assert stats.by_partition["train"].by_stage["read"]["ready"] == 1
+            await store.close()
+
+    asyncio.run(program())
+
+
 def memory_of(shared: SharedStore) -> int:
     return sum(path.stat().st_size for path in Path(shared.address.folder).iterdir())
 

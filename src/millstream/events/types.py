@@ -343,6 +343,23 @@ class WaitNow(Struct, frozen=True, kw_only=True):
     count: int = 1  # rollouts that wait for the same thing
 
 
+class PartitionNow(Struct, frozen=True, kw_only=True):
+    """One partition of the store."""
+
+    rows: int
+    bytes: int
+    tasks: dict[str, dict[str, int]]  # by task: its rows that are waiting, ready, leased, done
+
+
+class StoreNow(Struct, frozen=True, kw_only=True):
+    bytes: int
+    spilled_bytes: int  # on disk
+    claims_waiting: dict[str, int]  # by task
+    puts_waiting: int
+    operations: dict[str, int]  # by kind, since the store was created
+    partitions: dict[str, PartitionNow]
+
+
 class Status(Event, frozen=True, kw_only=True):
     """The state of the run, about once a second: queue depths and current waits."""
 
@@ -355,6 +372,7 @@ class Status(Event, frozen=True, kw_only=True):
     waits: list[WaitNow]
     loop_s: float | UnsetType = UNSET  # processor time of the driver's event loop, since its thread began
     loop_lag_s: float | UnsetType = UNSET  # by which the event loop woke up too late since the last reading
+    store: StoreNow | UnsetType = UNSET
 
 
 class WarmedUp(Event, frozen=True, kw_only=True):
