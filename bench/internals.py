@@ -77,9 +77,10 @@ from millstream.store import Reads, Want
 from millstream.store.client import Address as StoreAddress
 from millstream.store.client import StoreClient
 from millstream.store.coordinator import StorePlan
-from millstream.store.host import SharedStore, make_plan
+from millstream.store.host import ShardedStore, SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.store.segments import SegmentServer, SegmentServerAgent, segment_folder
+from millstream.store.sharded import ShardedClient, shard_of
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
 from report import ROOT

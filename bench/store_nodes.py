@@ -10,6 +10,7 @@ what more cores would give.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import socket
@@ -26,6 +27,8 @@ from internals import (
     Reads,
     SegmentServer,
     SegmentServerAgent,
+    ShardedClient,
+    ShardedStore,
     SharedStore,
     StoreAddress,
     StoreClient,
@@ -34,6 +37,7 @@ from internals import (
     Want,
     make_plan,
     segment_folder,
+    shard_of,
 )
 from report import Row, alone, say
 
@@ -42,6 +46,9 @@ ROWS, ROW_BYTES = 16, 512 << 10  # of a put: 8 MiB
 NODE_BYTES = 256 << 20  # rows that wait, for each node
 LOOPS = 4  # of a client that measures the coordinator: as many requests are under way at once
 TICKS = os.sysconf("SC_CLK_TCK")
+
+
+Client = ShardedClient | StoreClient
 
 
 class Work(TypedDict):
@@ -58,7 +65,7 @@ class Work(TypedDict):
 # ---- one process -----------------------------------------------------------------------------------------------------
 
 
-async def produce(client: StoreClient, partition: str, until: float) -> tuple[int, int]:
+async def produce(client: Client, partition: str, until: float) -> tuple[int, int]:
     """Bytes, and operations."""
     columns, operations = {"tokens": [np.full(ROW_BYTES, row, np.uint8) for row in range(ROWS)]}, 0
     while time.perf_counter() < until:
@@ -70,7 +77,7 @@ async def produce(client: StoreClient, partition: str, until: float) -> tuple[in
     return operations * ROWS * ROW_BYTES, operations
 
 
-async def consume(client: StoreClient, partition: str, until: float) -> tuple[int, int]:
+async def consume(client: Client, partition: str, until: float) -> tuple[int, int]:
     found, operations = 0, 0
     while (left := until - time.perf_counter()) > 0:
         try:
@@ -85,7 +92,7 @@ async def consume(client: StoreClient, partition: str, until: float) -> tuple[in
     return found, operations
 
 
-async def small(client: StoreClient, partition: str, until: float) -> tuple[int, int]:
+async def small(client: Client, partition: str, until: float) -> tuple[int, int]:
     """Put, claim and acknowledge one row, again and again, `LOOPS` of it at once."""
 
     async def loop() -> int:
@@ -99,14 +106,14 @@ async def small(client: StoreClient, partition: str, until: float) -> tuple[int,
     return 0, sum(await asyncio.gather(*(loop() for _ in range(LOOPS))))
 
 
-ROLES: dict[str, Callable[[StoreClient, str, float], Coroutine[Any, Any, tuple[int, int]]]] = {
+ROLES: dict[str, Callable[[Client, str, float], Coroutine[Any, Any, tuple[int, int]]]] = {
     "producer": produce,
     "consumer": consume,
     "client": small,
 }
 
 
-async def work(client: StoreClient, role: str, partition: str, seconds: float) -> Work:
+async def work(client: Client, role: str, partition: str, seconds: float) -> Work:
     before, cpu, began = line_bytes(client), time.process_time(), time.perf_counter()
     found, operations = await ROLES[role](client, partition, began + seconds)
     return Work(
@@ -119,9 +126,11 @@ async def work(client: StoreClient, role: str, partition: str, seconds: float) -
     )
 
 
-def line_bytes(client: StoreClient) -> int:
-    """What the kernel has sent and received on the connection to the coordinator (`struct tcp_info`)."""
-    protocol = client._connection._connection
+def line_bytes(store: Client) -> int:
+    """What the kernel has sent and received on the connections to the coordinators (`struct tcp_info`)."""
+    if isinstance(store, ShardedClient):
+        return sum(map(line_bytes, store._shards))
+    protocol = store._connection._connection
     assert protocol is not None and protocol.transport is not None
     line: socket.socket = protocol.transport.get_extra_info("socket")
     acked, received = struct.unpack_from("=QQ", line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120)
@@ -149,9 +158,11 @@ def serve_node(plan: StorePlan, node: str) -> None:
     asyncio.run(agent.run(plan.host))
 
 
-def run_client(address: StoreAddress, role: str, partition: str, seconds: float, barrier: Any, results: Any) -> None:
+def run_client(
+    addresses: list[StoreAddress], role: str, partition: str, seconds: float, barrier: Any, results: Any
+) -> None:
     async def main() -> Work:
-        client = await StoreClient.connect(address, role)
+        client = await ShardedClient.connect(addresses, role)
         barrier.wait()
         try:
             return await work(client, role, partition, seconds)
@@ -161,8 +172,8 @@ def run_client(address: StoreAddress, role: str, partition: str, seconds: float,
     results.put(asyncio.run(main()))
 
 
-Job = tuple[StoreAddress, str, str]
-"""Where, the role, the partition."""
+Job = tuple[list[StoreAddress], str, str]
+"""The coordinators, the role, the partition."""
 
 
 def run_jobs(jobs: Sequence[Job], seconds: float, watched: dict[str, list[int]]) -> tuple[list[Work], dict[str, float]]:
@@ -200,9 +211,9 @@ def local_nodes(num: int, seconds: float, *, is_near: bool) -> tuple[list[Work],
     with SharedStore(plan) as store, segment_servers(plan, nodes) as pids:
         time.sleep(0.5)  # they connect
         shift = 0 if is_near else 1
-        jobs = [(node_address(plan, node), "producer", node) for node in nodes]
+        jobs = [([node_address(plan, node)], "producer", node) for node in nodes]
         jobs += [
-            (node_address(plan, node), "consumer", nodes[(number + shift) % num]) for number, node in enumerate(nodes)
+            ([node_address(plan, node)], "consumer", nodes[(number + shift) % num]) for number, node in enumerate(nodes)
         ]
         return run_jobs(jobs, seconds, {"coordinator": [store.process.pid], "segment server": pids})
 
@@ -246,22 +257,31 @@ def _bandwidth(name: str, found: Sequence[Work], spent: dict[str, float]) -> lis
 # ---- the coordinator -------------------------------------------------------------------------------------------------
 
 
-def coordinator_rows(counts: Sequence[int], seconds: float) -> list[Row]:
-    """Operations a second of one coordinator: small puts, claims and acknowledgements, each client in its own partition."""
+def partition_on(shard: int, num_shards: int, number: int) -> str:
+    """A name for the partition of a client, on this coordinator."""
+    names = (f"client {number} {attempt}" for attempt in itertools.count())
+    return next(name for name in names if shard_of(name, num_shards) == shard)
+
+
+def coordinator_rows(counts: Sequence[int], shards: Sequence[int], seconds: float) -> list[Row]:
+    """Operations a second: small puts, claims and acknowledgements, each client in its own partition."""
     rows = []
-    for num in counts:
-        name = f"1 coordinator, {num} clients"
+    for num_shards, num in itertools.product(shards, counts):
+        name = f"coordinators: {num_shards}, clients: {num}"
         say(f"--- {name}")
-        with SharedStore(make_plan(TASKS)) as store:
-            jobs = [(store.address, "client", f"partition{number}") for number in range(num)]
-            found, spent = run_jobs(jobs, seconds, {"coordinator": [store.process.pid]})
+        with ShardedStore(TASKS, num_shards) as store:
+            jobs = [
+                (store.addresses, "client", partition_on(number % num_shards, num_shards, number))
+                for number in range(num)
+            ]
+            found, spent = run_jobs(jobs, seconds, {"coordinator": [one.process.pid for one in store.shards]})
         operations, wall = sum(one["operations"] for one in found), max(one["wall_s"] for one in found)
         rows += [
             alone(name, "operations/s", operations / wall, digits=0),
             alone(
                 name, "coordinator: CPU microseconds an operation", 1e6 * spent["coordinator"] / operations, digits=1
             ),
-            alone(name, "coordinator: share of a core", spent["coordinator"] / wall),
+            alone(name, "coordinator: share of a core, each", spent["coordinator"] / wall / num_shards),
             alone(
                 name,
                 "clients: CPU microseconds an operation",

@@ -71,6 +71,8 @@ class StorePlan(Struct, frozen=True, kw_only=True):
     is_temporary: bool = True
     """Whether that folder is removed when the store is closed."""
     disconnect_s: float = DISCONNECT_S
+    shard: int = 0
+    """Its number among the coordinators of a store."""
 
 
 class Coordinator:
@@ -84,6 +86,7 @@ class Coordinator:
             plan.tasks,
             capacity_rows=plan.capacity_rows,
             capacity_bytes=plan.capacity_bytes,
+            shard=plan.shard,
             on_free=self.pool.free,
         )
         self._puts = PutQueue(self.table, self._clock)

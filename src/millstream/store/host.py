@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ from millstream.store.client import Address, StoreClient
 from millstream.store.coordinator import Coordinator, StorePlan
 from millstream.store.segments import remove_segments, segment_folder, segment_folders
 from millstream.store.sessions import DISCONNECT_S
+from millstream.store.sharded import ShardedClient
 
 STORES = "millstream-store-"
 STORE_CONNECT_S = 30.0
@@ -46,6 +48,7 @@ def make_plan(
     node: str = "here",
     folder: Path | None = None,
     disconnect_s: float = DISCONNECT_S,
+    shard: int = 0,
 ) -> StorePlan:
     """`folder`: of the journal; by default a temporary one. `memory_bytes`: of each node; further rows are on disk, in `spill`,
     by default the folder for temporary files."""
@@ -64,6 +67,7 @@ def make_plan(
         journal=str(folder or folders.make(STORES, _remove_memory, name=name)),
         is_temporary=folder is None,
         disconnect_s=disconnect_s,
+        shard=shard,
     )
 
 
@@ -134,6 +138,31 @@ class SharedStore:
             folders.remove(Path(self.plan.journal))
 
     def __enter__(self) -> SharedStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class ShardedStore:
+    """A running store of several coordinators: see `millstream.store.sharded`. Processes connect with `addresses`."""
+
+    def __init__(self, tasks: Mapping[str, Reads], shards: int, **more: Any) -> None:
+        """`more`: of `make_plan`. Capacities and bounds are of each coordinator."""
+        self.shards = [SharedStore(make_plan(tasks, shard=number, **more)) for number in range(shards)]
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [shard.address for shard in self.shards]
+
+    async def connect(self, name: str | None = None) -> ShardedClient:
+        return await ShardedClient.connect(self.addresses, name, give_up_s=STORE_CONNECT_S)
+
+    def close(self) -> None:
+        for shard in self.shards:
+            shard.close()
+
+    def __enter__(self) -> ShardedStore:
         return self
 
     def __exit__(self, *error: object) -> None:

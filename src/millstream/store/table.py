@@ -33,6 +33,8 @@ from millstream.store.rows import (
 MAX_WAITERS_SHOWN = 20
 GENERATION_SHIFT = 40
 """An id is generation << 40 | number. A restore begins a generation: ids of the history it cut off are never given again."""
+SHARD_SHIFT = 56
+"""The first generation of a store of several coordinators (`sharded`) is the coordinator's number << 16."""
 
 GROUPS_PER_ROW = 2
 """Of a store with a capacity in rows: as many groups without rows fit as rows."""
@@ -47,6 +49,7 @@ class RowTable:
         *,
         capacity_rows: int | None = None,
         capacity_bytes: int | None = None,
+        shard: int = 0,
         on_free: Callable[[RowBlock], None] = lambda block: None,
     ) -> None:
         self.tasks = TaskSet(tasks)
@@ -61,10 +64,10 @@ class RowTable:
         self.rows_put = 0
         self.rows_claimed = 0
         self.rows_freed = 0
-        self.generation = 0
+        self.generation = shard << SHARD_SHIFT - GENERATION_SHIFT
         self.next_row = 0
         self.num_blocks = 0
-        self.num_leases = 0
+        self.num_leases = shard << SHARD_SHIFT
 
     @property
     def num_rows(self) -> int:
