@@ -119,11 +119,13 @@ class Segments:
                 number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
                     os.posix_fallocate(number, 0, segment.size)
-                    found = self._written[segment.name] = mmap.mmap(number, segment.size)
+                    found = mmap.mmap(number, segment.size)
                 finally:
                     os.close(number)
             except OSError as error:
                 raise _no_space(error, segment, path.parent) from error
+            if not segment.is_on_disk:  # it is not reused, and a mapping would hold its place on the disk
+                self._written[segment.name] = found
         return memoryview(found)
 
     def forget_written(self, name: str) -> None:
@@ -150,7 +152,9 @@ class Segments:
             if is_private:
                 return mmap.mmap(number, segment.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._mapped[segment.name] = mapped = mmap.mmap(number, segment.size, flags, mmap.PROT_READ)
+            mapped = mmap.mmap(number, segment.size, flags, mmap.PROT_READ)
+            if not segment.is_on_disk:
+                self._mapped[segment.name] = mapped
             return mapped
         finally:
             os.close(number)

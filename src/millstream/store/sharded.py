@@ -35,7 +35,14 @@ class ShardedClient:
     async def connect(
         cls, addresses: Sequence[Address], name: str | None = None, *, give_up_s: float = GIVE_UP_S
     ) -> ShardedClient:
-        return cls([await StoreClient.connect(address, name, give_up_s=give_up_s) for address in addresses])
+        store = cls([])
+        try:
+            for address in addresses:
+                store._shards.append(await StoreClient.connect(address, name, give_up_s=give_up_s))
+        except BaseException:  # also when cancelled
+            await store.close()
+            raise
+        return store
 
     async def close(self) -> None:
         for shard in self._shards:
