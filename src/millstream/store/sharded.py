@@ -144,13 +144,13 @@ class ShardedClient:
         await shard.restore(saved, partition=partition)
 
     async def stats(self) -> StoreStats:
-        return merged(await asyncio.gather(*(shard.stats() for shard in self._shards)))
+        return merged_stats(await asyncio.gather(*(shard.stats() for shard in self._shards)))
 
     async def lost(self) -> list[wire.LostRow]:
         return [row for shard in self._shards for row in await shard.lost()]
 
 
-def merged(found: Sequence[StoreStats]) -> StoreStats:
+def merged_stats(found: Sequence[StoreStats]) -> StoreStats:
     """The reports of several coordinators as one."""
 
     def total(name: str) -> int:
