@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from millstream.clock import VirtualClock, run_virtual
 from millstream.errors import StoreError
 from millstream.store import Lease, Reads, Store, Want
-from millstream.store.host import SharedStore, make_plan
+from millstream.store.host import ShardedStore, SharedStore, make_plan
 from millstream.store.memory import MemoryStore
+from millstream.store.sharded import ShardedClient, shard_of
 from millstream.testing.store import GROUPS, MIXED, ROWS, StoreSuite, put_group, put_values, stop, values_now
 from support.store_load import ForkedStore
 
@@ -48,16 +49,71 @@ async def started(tasks: Mapping[str, Reads], **more: Any) -> AsyncIterator[Shar
 class TestSharedStore(StoreSuite):
     """A coordinator for each test, and one client."""
 
+    plan: ClassVar[dict[str, Any]] = {}
+
     @asynccontextmanager
     async def open(
         self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
     ) -> AsyncIterator[Store]:
-        async with started(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes) as shared:
+        limits = {"capacity_rows": capacity_rows, "capacity_bytes": capacity_bytes}
+        async with started(tasks, **limits, **self.plan) as shared:
             store = await shared.connect("the tests")
             try:
                 yield store
             finally:
                 await store.close()
+
+
+class TestSpillingStore(TestSharedStore):
+    """All its rows are on disk."""
+
+    plan: ClassVar = {"memory_bytes": 1}
+
+
+class TestShardedStore(StoreSuite):
+    """Two coordinators; the partitions of a test are in both."""
+
+    @asynccontextmanager
+    async def open(
+        self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
+    ) -> AsyncIterator[Store]:
+        limits = {"capacity_rows": capacity_rows, "capacity_bytes": capacity_bytes}
+        async with started(tasks, **limits) as first, started(tasks, **limits, shard=1) as second:
+            store = await ShardedClient.connect([first.address, second.address])
+            try:
+                yield store
+            finally:
+                await store.close()
+
+
+def test_partitions_are_on_several_coordinators_and_one_that_is_killed_delays_only_its_own() -> None:
+    async def program() -> None:
+        with ShardedStore(ROWS, 2, disconnect_s=0.2) as shared:
+            store = await shared.connect()
+            names = {shard_of(f"{number}", 2): f"{number}" for number in range(8)}
+            ids = {shard: await put_values(store, [shard], partition=name) for shard, name in names.items()}
+            assert not set(ids[0]) & set(ids[1])
+            with pytest.raises(StoreError, match="write those of each partition apart"):
+                await store.write([*ids[0], *ids[1]], {"late": [0, 1]})
+            shared.shards[0].process.kill()
+            for shard in (1, 0):
+                await store.write(ids[shard], {"late": [shard]})
+                lease = await store.claim("read", Want(rows=1), partition=names[shard])
+                assert (lease["value"], lease["late"]) == ([shard], [shard])
+                await store.acknowledge(lease, step=3)
+                assert await store.rewind("read", 2, partition=names[shard]) == 1
+            saved = await store.snapshot(partition=names[0])
+            with pytest.raises(StoreError, match="of another coordinator"):
+                await store.restore(saved, partition=names[1])
+            stats = await store.stats()
+            assert stats.rows == 2 and set(stats.by_partition) == set(names.values())
+            rows = await store.stage({"value": [np.arange(3)]}, partition=names[1])
+            await store.put_staged(7, rows, partition=names[1])
+            store.drop_staged(await store.stage({"value": [np.arange(3)]}, partition=names[0]))
+            assert (await store.stats()).rows == 3
+            await store.close()
+
+    asyncio.run(program())
 
 
 def test_the_rows_of_a_consumer_that_is_gone_go_to_another_and_what_it_wrote_stays() -> None:
@@ -81,6 +137,25 @@ def test_the_rows_of_a_consumer_that_is_gone_go_to_another_and_what_it_wrote_sta
             await second.acknowledge(again)
             assert (await second.stats()).bytes == 0
             await second.close()
+
+    asyncio.run(program())
+
+
+def test_bytes_and_operations_are_counted_by_partition_also_after_a_kill() -> None:
+    async def program() -> None:
+        async with started(ROWS) as shared:
+            store = await shared.connect()
+            (first,) = await put_values(store, [np.zeros(20_000)])
+            await put_values(store, ["b"], partition="other")
+            await store.write([first], {"late": [np.zeros(20_000)]})
+            await store.acknowledge(await store.claim("read", Want(rows=1), partition="other"))
+            shared.process.kill()
+            stats = await store.stats()
+            assert stats.operations == {"put": 2, "write": 1, "claim": 1, "acknowledge": 1}
+            assert stats.by_partition["train"].bytes == stats.bytes > 320_000
+            assert list(stats.by_partition) == ["train"]
+            assert stats.by_partition["train"].by_stage["read"]["ready"] == 1
+            await store.close()
 
     asyncio.run(program())
 

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from millstream.errors import MillstreamError
-from millstream.events import GroupAdmitted, Status, Stepped
+from millstream.events import GroupAdmitted, PartitionNow, Status, Stepped, StoreNow
 from millstream.pipeline.auto_lag import AutoLag
 from millstream.pipeline.batch import TakenGroup
 from millstream.pipeline.components import Components
@@ -304,16 +304,27 @@ class Pipeline:
 
     async def status(self) -> Status:
         """How full everything is, and what is waited for."""
-        engines = [engine.stats() for engine in self.router.engines]
+        engines, store = [engine.stats() for engine in self.router.engines], await self._parts.store.stats()
         return Status(
             at=self._context.now(),
             requests_running=sum(stats.running for stats in engines),
             requests_waiting=sum(stats.waiting for stats in engines) + self.router.num_waiting,
-            rows_in_store=(await self._parts.store.stats()).rows,
+            rows_in_store=store.rows,
             groups_outstanding=self.admission.outstanding,
             groups_taken=self.admission.taken,
             budget=self.admission.budget,
             waits=self.waits.counted(),
+            store=StoreNow(
+                bytes=store.bytes,
+                spilled_bytes=store.spilled_bytes,
+                claims_waiting=store.waiting_consumers,
+                puts_waiting=store.waiting_producers,
+                operations=store.operations,
+                partitions={
+                    name: PartitionNow(rows=part.rows, bytes=part.bytes, tasks=part.by_stage)
+                    for name, part in store.by_partition.items()
+                },
+            ),
         )
 
 

@@ -114,6 +114,8 @@ class RowBlock(Struct, eq=False, gc=False):
     payload: Any
     mask: int
     num_live: int
+    partition: str = ""
+    """That its bytes count for: of its first row."""
 
 
 class RowEntry(Struct, eq=False):
