@@ -2,8 +2,8 @@
 twice?
 
 Victims: an engine, an environment's worker, a reward's worker, the store's coordinator, a learner's rank, the driver, a whole
-node; in a run of its own, a rollout worker. Moments: while generating, training, publishing, checkpointing: 32 cells, and 20 of
-a random victim at a random moment.
+node; in runs of their own, a rollout worker, with Ray and without. Moments: while generating, training, publishing,
+checkpointing: 36 cells, and 20 of a random victim at a random moment.
 One run is hit many times. After each kill the run must train two more steps than it had, the killed process must have been
 replaced, and the audit must be clean; when a driver dies, every process of its run must end. At the end of each run it
 finishes, the audit is clean, no process and no shared memory is left.
@@ -42,8 +42,8 @@ from internals import audit, report_lines
 from report import Options, Row, publish, say
 
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
-ROLLOUT = "rollout"
-"""A victim of runs that have rollout workers."""
+ROLLOUT, LOCAL = "rollout", "rollout without Ray"
+"""Victims of runs that have rollout workers."""
 NUM_WORKERS = 2
 MOMENTS = ("generating", "training", "publishing", "checkpointing")
 RANDOM = "random"
@@ -52,7 +52,7 @@ END = "end"
 NUM_RANDOM = 20
 MOMENT_S = 120.0
 RECOVER_S = 300.0
-START_S = 240.0
+START_S = 600.0
 FINISH_S = 600.0
 STEPS_PER_CELL = 12
 DELAYS = {"generating": 0.2, "training": 0.05, "publishing": 0.01, "checkpointing": 0.01}
@@ -115,7 +115,9 @@ def plans(seed: int, is_wanted: Callable[[Cell], bool] = lambda cell: True) -> l
     on_two = [Cell(rng.choice(VICTIMS), RANDOM, number, seed) for number in range(half, NUM_RANDOM)]
     nodes = [Cell("node", moment, seed=seed) for moment in MOMENTS]
     workers = [Cell(ROLLOUT, moment, seed=seed) for moment in MOMENTS]
+    here = [Cell(LOCAL, moment, seed=seed) for moment in MOMENTS]
     found.append(Plan("workers", tuple(filter(is_wanted, workers)), num_workers=NUM_WORKERS))
+    found.append(Plan("local workers", tuple(filter(is_wanted, here)), is_local=True, num_workers=NUM_WORKERS))
     found.append(Plan("random", tuple(filter(is_wanted, on_one))))
     found += [Plan("two nodes", tuple(filter(is_wanted, cells)), has_nodes=True) for cells in (nodes, on_two)]
     return found
@@ -229,7 +231,8 @@ def choose(run: Run, cell: Cell, rng: random.Random, others: Sequence[int]) -> p
             if found is None:
                 raise Failed("there is no coordinator")
             return found
-        case what:
+        case victim:
+            what = ROLLOUT if victim == LOCAL else victim
             living = run.living(what)
             if not living:
                 raise Failed(f"there is no {what} to kill")
@@ -268,8 +271,8 @@ def has_new(run: Run, what: str, victim: psutil.Process | None, others: Sequence
             return run.coordinator(*others) is not None
         case "learner":
             return len(run.living("learner")) == 2
-        case "rollout":
-            return len(run.living("rollout")) == NUM_WORKERS
+        case "rollout" | "rollout without Ray":
+            return len(run.living(ROLLOUT)) == NUM_WORKERS
         case _:
             return True
 
@@ -397,7 +400,7 @@ def known(out: Path) -> list[Result]:
 def table(results: Sequence[Result]) -> str:
     """In Markdown: victim by moment, the random ones by victim, and whatever failed in its own words."""
     rows = ["| killed | " + " | ".join(f"while {moment}" for moment in MOMENTS) + " | at random |", "|---" * 6 + "|"]
-    for victim in (*VICTIMS, ROLLOUT):
+    for victim in (*VICTIMS, ROLLOUT, LOCAL):
         of_it = [result for result in results if result.cell.victim == victim]
         cells = [_shown([result for result in of_it if result.cell.moment == moment]) for moment in (*MOMENTS, RANDOM)]
         rows.append(f"| {victim} | " + " | ".join(cells) + " |")

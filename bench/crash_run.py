@@ -44,7 +44,8 @@ def config_of(
     run_dir: Path, *, steps: int, seed: int, address: str | None, is_local: bool = False, num_workers: int = 0
 ) -> str:
     """Two engines, two ranks, environments and rewards in processes; a checkpoint after every step. `address`: of a cluster of
-    several nodes, over which they are spread. Local: without Ray, all of it in the driver. `num_workers`: of rollouts."""
+    several nodes, over which they are spread. Local: without Ray, all of it in the driver, but for the workers of rollouts and
+    their engine. `num_workers`: of rollouts."""
     data = run_dir.with_suffix(".jsonl")
     data.write_text("".join(json.dumps(task) + "\n" for task in run_parts.tasks(1000, seed)))
     on = "" if address is None else f'address = "{address}"\nspread = "spread"\nweights = ["shared", "broadcast"]'
@@ -73,7 +74,7 @@ function = "{run_parts.HERE}:closeness"
 {"" if is_local else f"process = true{chr(10)}workers = 2"}
 [engine]
 slots = 32
-{"process = false" if is_local else f"replicas = {len(ENGINES)}"}
+{f"process = {str(num_workers > 0).lower()}" if is_local else f"replicas = {len(ENGINES)}"}
 [rollout]
 group_size = {GROUP_SIZE}
 max_tokens = 6
@@ -189,7 +190,7 @@ class Run:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".log")
         self.steps = steps
-        self.books = Books(() if is_local else ENGINES)
+        self.books = Books(ENGINES if not is_local else ("engine",) if num_workers else ())
         self._config = run_dir.with_suffix(".toml")
         self._config.write_text(
             config_of(run_dir, steps=steps, seed=seed, address=address, is_local=is_local, num_workers=num_workers)
@@ -300,7 +301,7 @@ class Run:
         return [
             path.name
             for path in Path("/dev/shm").glob("millstream-*")
-            if any(node in path.name for node in self.books.nodes)
+            if any(node and node in path.name for node in self.books.nodes)
         ]
 
 

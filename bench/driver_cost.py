@@ -2,10 +2,12 @@
 
 1. Bytes through the driver's sockets and its processor time per rollout, for rollouts of 100, 1,000 and 10,000 tokens, played
    in the driver (`rollout.workers = 0`) and by one worker.
-2. Turns a second with 1, 2, 4, ... workers (`--workers`), each with an engine of its own. It needs as many cores as there are
-   workers and engines, and three more.
+2. Turns a second with 1, 2, 4, ... workers (`--workers`), each with an engine of its own, and as many times the groups in
+   flight and in a batch; and which process has how much of a core: the busiest is what limits the rate. It needs as many
+   cores as there are workers, half as many for engines, and two more.
 
-Engines are processes with Millstream's own protocol that answer a request at once, without a model; the learner does nothing.
+Engines are processes with Millstream's own protocol that answer a request at once, without a model; the learner does nothing,
+and is one that reads its rows from the store by itself.
 All else is that of a run: pipeline, router, lines, store, events, worker processes. Rollouts are not kept
 (`rollout.keep_gb = 0`). The figures of a run begin after its first third.
 
@@ -17,18 +19,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import os
 import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import psutil
 from msgspec import Struct
 
 from internals import (
@@ -56,7 +60,7 @@ from millstream import PipelineConfig, RolloutConfig, RunConfig
 from millstream.clock import RealClock
 from millstream.env import Context
 from millstream.events import Event, RolloutEnded, Stepped
-from millstream.types import Completion, ComputePath, Finish, Request, RequestKey, Sampling, Task, Weights
+from millstream.types import Completion, ComputePath, Finish, Metrics, Request, RequestKey, Sampling, Task, Weights
 from report import Options, Row, alone, cost, publish, rate, say
 
 GROUPS, MEMBERS, SHOWN = 16, 8, 16
@@ -179,11 +183,23 @@ async def play(context: Context, num_turns: int = 4) -> float:
 # ---- a run -------------------------------------------------------------------------------------------------------------
 
 
+class IdleLearner(SimLearner):
+    reads_store = True
+
+    async def accumulate(self, rows: Sequence[Any]) -> None: ...
+
+    async def step(self) -> Metrics:
+        return {}
+
+
 class Counted(NamedTuple):
     rollouts: int
     bytes: int
-    processor_s: float
+    processor_s: dict[str, float]  # by process
     at: float
+
+
+DRIVER = "the driver"
 
 
 class Measured(NamedTuple):
@@ -192,6 +208,7 @@ class Measured(NamedTuple):
     bytes_per_rollout: float
     processor_ms: float
     turns_per_s: float
+    shares: dict[str, float]  # of a core, by process; the busiest of a kind
 
 
 class CountingSink:
@@ -203,14 +220,18 @@ class CountingSink:
         self.num_rollouts = 0
         self.num_bytes = 0
         self.counted: list[Counted] = []
+        self.find: Callable[[], dict[str, psutil.Process]] = dict
+        self._processes: dict[str, psutil.Process] = {}
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
         if isinstance(event, RolloutEnded):
             self.num_rollouts += 1
         elif isinstance(event, Stepped) and event.version in self._marks:
-            now = Counted(self.num_rollouts, self.num_bytes, time.process_time(), time.monotonic())
-            self.counted.append(now)
+            self._processes = self._processes or self.find()
+            used = {name: sum(process.cpu_times()[:2]) for name, process in self._processes.items()}
+            used[DRIVER] = time.process_time()
+            self.counted.append(Counted(self.num_rollouts, self.num_bytes, used, time.monotonic()))
 
     def close(self) -> None:
         self._file.close()
@@ -218,7 +239,7 @@ class CountingSink:
     @contextmanager
     def counting_bytes(self) -> Iterator[None]:
         """Of every connection of this process that carries frames."""
-        send, receive = Channel._send, Frames._receive
+        send, receive = Channel._write, Frames._receive
         tell, hear = FrameProtocol.send, FrameProtocol.data_received
 
         def counted_send(channel: Channel, data: bytes) -> None:
@@ -247,7 +268,7 @@ class CountingSink:
             hear(protocol, data)
 
         with (
-            patch.object(Channel, "_send", counted_send),
+            patch.object(Channel, "_write", counted_send),
             patch.object(Frames, "_receive", counted_receive),
             patch.object(FrameProtocol, "send", counted_tell),
             patch.object(FrameProtocol, "data_received", counted_hear),
@@ -274,7 +295,11 @@ def config_of(num_workers: int, options: argparse.Namespace) -> RunConfig:
         environment=(EnvironmentConfig(use=f"{__file__}:play", args={"num_turns": options.turns}),),
         rollout=RolloutConfig(group_size=MEMBERS, workers=num_workers, keep_gb=0.0, max_tokens=1 << 20),
         pipeline=PipelineConfig(
-            steps=options.steps, groups_per_step=GROUPS, max_lag=2, filter_zero_signal=False, deadline_s=STEP_S
+            steps=options.steps,
+            groups_per_step=GROUPS * max(1, num_workers),
+            max_lag=2,
+            filter_zero_signal=False,
+            deadline_s=STEP_S,
         ),
     )
 
@@ -296,7 +321,7 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
             plan = plan_workers(config, tokenizer, (shared.plan, client), None, has_lines=True)
         kinds = [find_environment(one) for one in config.environment]
         environment = build_environment(kinds, TokenizerText(tokenizer=tokenizer), [])
-        learner, channel, clock = SimLearner(token_s=0.0), LocalChannel(), RealClock()
+        learner, channel, clock = IdleLearner(), LocalChannel(), RealClock()
         await channel.publish(0, {})
         parts = Parts(
             engines=tuple(engines),
@@ -315,6 +340,7 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
         pipeline = Pipeline(
             parts, tasks, algorithm, config=config.pipeline, rollout=config.rollout, seed=0, router=router
         )
+        sink.find = functools.partial(processes_of, engines, pipeline)
         try:
             with sink.counting_bytes(), seldom_collected():
                 await pipeline.run()
@@ -326,23 +352,47 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
                 await asyncio.to_thread(shared.close)
             sink.close()
     begin, end = sink.counted
-    rollouts = end.rollouts - begin.rollouts
-    return Measured(
-        (end.bytes - begin.bytes) / rollouts,
-        1000 * (end.processor_s - begin.processor_s) / rollouts,
-        rollouts * options.turns / (end.at - begin.at),
+    return measured(begin, end, options.turns)
+
+
+def processes_of(engines: Sequence[Any], pipeline: Any) -> dict[str, psutil.Process]:
+    """All but the driver, by name: engines, rollout workers, the store's coordinator."""
+    workers = [] if pipeline._workers is None else pipeline._workers._workers
+    remotes = {f"engine {number}": engine._host.remote for number, engine in enumerate(engines)}
+    remotes |= {f"worker {worker.number}": worker.remote for worker in workers}
+    found = {name: psutil.Process(remote.process.pid) for name, remote in remotes.items()}
+    for child in psutil.Process().children():
+        if "millstream.store.host" in child.cmdline():
+            found["store"] = child
+    return found
+
+
+def measured(begin: Counted, end: Counted, turns: int) -> Measured:
+    rollouts, seconds = end.rollouts - begin.rollouts, end.at - begin.at
+    shares: dict[str, float] = {}
+    for name, used in end.processor_s.items():
+        kind = {"engine": "the busiest engine", "worker": "the busiest worker", "store": "the store"}.get(
+            name.split()[0], name
+        )
+        shares[kind] = max(shares.get(kind, 0.0), (used - begin.processor_s.get(name, used)) / seconds)
+    driver_ms = 1000 * seconds * shares[DRIVER] / rollouts
+    return Measured((end.bytes - begin.bytes) / rollouts, driver_ms, rollouts * turns / seconds, shares)
+
+
+@functools.cache
+def measure(num_tokens: int, num_workers: int, steps: int, turns: int) -> Measured:
+    found = asyncio.run(one_run(num_tokens, num_workers, argparse.Namespace(steps=steps, turns=turns)))
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
+    say(
+        f"{num_tokens} tokens, {num_workers} workers: {found.turns_per_s:,.0f} turns/s, {found.bytes_per_rollout:,.0f} bytes "
+        f"and {found.processor_ms:.3f} ms of the driver per rollout; of a core: {shares}"
     )
-
-
-def measure(num_tokens: int, num_workers: int, options: argparse.Namespace) -> Measured:
-    found = asyncio.run(one_run(num_tokens, num_workers, options))
-    say(f"{num_tokens} tokens, {num_workers} workers: {found}")
     return found
 
 
 def driver_rows(options: argparse.Namespace) -> Iterator[Row]:
     for num_tokens in options.tokens:
-        without, with_one = measure(num_tokens, 0, options), measure(num_tokens, 1, options)
+        without, with_one = (measure(num_tokens, workers, options.steps, options.turns) for workers in (0, 1))
         workload, peer = f"rollouts of {num_tokens:,} tokens, {options.turns} turns", "rollout.workers = 0"
         yield cost(
             workload,
@@ -360,7 +410,7 @@ def driver_rows(options: argparse.Namespace) -> Iterator[Row]:
 def turn_rows(options: argparse.Namespace) -> Iterator[Row]:
     first: Measured | None = None
     for num_workers in options.workers:
-        found = measure(options.tokens[0], num_workers, options)
+        found = measure(options.tokens[0], num_workers, options.steps, options.turns)
         workload = f"{num_workers} workers, rollouts of {options.tokens[0]:,} tokens, {os.cpu_count()} cores"
         if first is None:
             first = found
@@ -368,6 +418,10 @@ def turn_rows(options: argparse.Namespace) -> Iterator[Row]:
         else:
             linear = first.turns_per_s * num_workers / options.workers[0]
             yield rate(workload, "turns/s", found.turns_per_s, "linear in workers", linear, digits=0)
+        yield alone(workload, "ms of the driver's processor per rollout", found.processor_ms)
+        yield alone(workload, "the driver's share of a core", found.shares[DRIVER])
+        busiest, share = max(found.shares.items(), key=lambda one: one[1])
+        yield alone(workload, f"the busiest process is {busiest}: its share of a core", share)
 
 
 def numbers(text: str) -> list[int]:

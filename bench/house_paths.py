@@ -180,8 +180,8 @@ _AFTER_DECODE = (
     Hop("serving.router:Router._send"),
     Hop("engine.native.engine:TorchEngine.generate"),
     Hop("engine.native.host:ProcessHost.send"),
-    Hop("engine.native.host:ProcessHost._flush"),
-    Hop("rpc.call:Channel.send"),
+    Hop("rpc.call:Channel.post"),
+    Hop("rpc.call:Channel._send_posted"),
     Hop("engine.native.process:serve_engine", via="_send"),  # a process of its own, which reads the connection
     Hop("engine.native.worker:DecodeWorker.run"),
     Hop("engine.native.batching:Batcher.step"),

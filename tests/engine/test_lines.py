@@ -116,7 +116,7 @@ class DriverHost:
 class Served(NamedTuple):
     host: DriverHost
     engine: TorchEngine
-    open: Callable[[], LineEngine]
+    open: Callable[..., LineEngine]
     on_version: asyncio.Event
 
 
@@ -128,7 +128,9 @@ async def served() -> AsyncIterator[Served]:
     yield Served(
         host,
         engine,
-        lambda: LineEngine("engine", 4, line, changed.set, clock=RealClock(), sink=MemorySink()),
+        lambda on_broken=lambda engine, error: None: LineEngine(
+            "engine", 4, line, changed.set, on_broken, clock=RealClock(), sink=MemorySink()
+        ),
         changed,
     )
     await engine.close()
@@ -211,11 +213,48 @@ def test_a_client_with_another_token_is_disconnected() -> None:
                 1,
                 EngineLine(line.host, line.port, "guess"),
                 changed.set,
+                lambda engine, error: None,
                 clock=RealClock(),
                 sink=MemorySink(),
             )
             with pytest.raises(EngineGone, match="refused"):
                 await stranger.generate(request(1, 5))
             assert (await open_line().generate(request(2, 5))).tokens == (5,)
+
+    asyncio.run(run())
+
+
+def test_a_line_that_breaks_without_a_request_in_flight_is_reported() -> None:
+    async def run() -> None:
+        broken = asyncio.get_running_loop().create_future()
+        async with served() as (_, _, open_line, _):
+            line = open_line(lambda engine, error: broken.done() or broken.set_result((engine, error)))
+            await line.generate(request(1, 5))
+        engine, error = await broken
+        assert engine is line and "its line was closed" in str(error)
+
+    asyncio.run(run())
+
+
+def test_a_key_that_comes_on_a_second_line_is_not_mixed_up_with_the_first() -> None:
+    """After a partition that only the worker has noticed: the engine still has its first line, and the request of it."""
+
+    async def run() -> None:
+        async with served() as (host, _, open_line, _):
+            first, second = open_line(), open_line()
+            lost = asyncio.create_task(first.generate(request(1, 0)))
+            while not host.batcher.requests:
+                await asyncio.sleep(0.001)
+            assert (await second.generate(request(1, 7))).tokens == (7,)
+            assert (await lost).finish is Finish.ABORT
+            kept = asyncio.create_task(second.generate(request(1, 0)))
+            while not host.batcher.requests:
+                await asyncio.sleep(0.001)
+            await first.abort(request(1, 0).key)  # it arrives late
+            await first.close()
+            assert (await second.generate(request(2, 7))).tokens == (7,)
+            assert host.batcher.requests and not kept.done()
+            await second.abort(request(1, 0).key)
+            assert (await kept).finish is Finish.ABORT
 
     asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NoReturn
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from millstream.engine.base import EngineLine
+from millstream.env import Context
 from millstream.errors import EngineError, MillstreamError, RowsLost
 from millstream.events import (
     Event,
@@ -26,6 +28,7 @@ from millstream.events import (
 )
 from millstream.pipeline.worker_host import LineLost, OpenLine
 from millstream.sim.draws import constant
+from millstream.sim.environment import SimEnvironment
 from millstream.types import Fate
 from support.rollout_workers import FakeWorkers, StagingStore
 from support.simulated import Outcome, World, check, simulate
@@ -195,7 +198,7 @@ def test_what_passes_between_driver_and_worker_for_a_rollout_does_not_depend_on_
     assert num_bytes(1000) < 1.05 * num_bytes(300)
 
 
-def test_groups_that_fail_with_their_worker_leave_as_failed() -> None:
+def test_a_worker_that_dies_uses_up_no_retries_of_the_groups_that_were_there() -> None:
     world = World(steps=3, workers=1, has_lines=True, retries=0)
 
     async def kill(workers: FakeWorkers) -> None:
@@ -204,7 +207,76 @@ def test_groups_that_fail_with_their_worker_leave_as_failed() -> None:
 
     outcome: Outcome = simulate(world, on_workers=kill)
     check(world, outcome)
-    assert Fate.FAILED in {event.fate for event in outcome.sink.of(GroupLeft)}
+    failed = outcome.sink.of(RolloutFailed)
+    assert failed and not any(event.is_final for event in failed)
+    assert Fate.FAILED not in {event.fate for event in outcome.sink.of(GroupLeft)}
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_task_that_kills_every_worker_fails_by_name_and_no_other_does(num: int) -> None:
+    world = World(steps=6, groups_per_step=4, max_lag=2, workers=num, has_lines=True, filter_zero_signal=False)
+    usual = SimEnvironment()
+    started: list[FakeWorkers] = []
+
+    class Deadly:
+        async def rollout(self, context: Context) -> float:
+            if context.task.id == "task-3":
+                next(one for one in started[0].living if 3 in one.host._num_playing).kill()
+                await asyncio.sleep(0)
+            return await usual.rollout(context)
+
+    async def watch(workers: FakeWorkers) -> None:
+        started.append(workers)
+
+    outcome = simulate(world, environment=Deadly(), on_workers=watch)
+    check(world, outcome)
+    final = [event for event in outcome.sink.of(RolloutFailed) if event.is_final]
+    assert {event.group_id for event in final} == {3} and {event.error for event in final} == {LOST}
+    assert all("Task 'task-3' was on each of" in event.message for event in final)
+    assert {e.group_id for e in outcome.sink.of(GroupLeft) if e.fate is Fate.FAILED} == {3}
+
+
+def test_attempts_beyond_the_retries_do_not_collide_with_those_of_a_restart() -> None:
+    world = World(
+        steps=6, workers=1, retries=0, has_lines=True, overdue="restart", max_restarts=2, tail=2.0, max_lag=0.5
+    )
+    check(world, simulate(world, on_workers=killer([0.05, 0.3, 0.6, 1.2, 2.4])))  # type: ignore[arg-type]
+
+
+def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
+    world = World(steps=4, workers=2, has_lines=True)
+    started: list[FakeWorkers] = []
+
+    async def stop(workers: FakeWorkers) -> None:
+        started.append(workers)
+        await asyncio.sleep(0.5)
+        workers.workers[0].stop()
+
+    outcome = simulate(world, on_workers=stop)
+    check(world, outcome)
+    failed = outcome.sink.of(RolloutFailed)
+    assert failed and all("did not answer for 750 s; rollout.timeout_s sets the limit" in one.message for one in failed)
+    assert len(started[0].workers) == 3
+
+
+def test_a_line_that_breaks_without_a_request_is_opened_again_after_a_back_off() -> None:
+    cuts, times = 5, list[float]()
+
+    async def cut(workers: FakeWorkers) -> None:
+        await asyncio.sleep(1.0)
+        while len(times) < cuts:
+            num = len(workers.lines)
+            times.append(asyncio.get_running_loop().time())
+            workers.lines[-1].cut()
+            while len(workers.lines) == num:
+                await asyncio.sleep(0.01)
+
+    world = World(steps=8, groups_per_step=4, workers=1, has_lines=True, latency=2.0)
+    outcome = simulate(world, on_workers=cut)
+    check(world, outcome)
+    waits = [later - time for time, later in pairwise(times)]
+    assert waits == sorted(waits) and waits[-1] > 4 * waits[0]
+    assert not outcome.sink.of(RolloutFailed)
 
 
 def test_a_line_that_is_opened_again_by_order_is_not_reported_as_lost() -> None:
@@ -213,8 +285,8 @@ def test_a_line_that_is_opened_again_by_order_is_not_reported_as_lost() -> None:
     async def reopen(workers: FakeWorkers) -> None:
         await asyncio.sleep(1.0)
         host = workers.living[0].host
-        send = host._link.send
-        host._link.send = lambda message: (sent.append(message), send(message))[1]  # type: ignore[method-assign, func-returns-value]
+        send = host._link.post
+        host._link.post = lambda message: (sent.append(message), send(message))[1]  # type: ignore[method-assign, func-returns-value]
         for name in list(host._engines):
             host.handle(OpenLine(name, 4, EngineLine("", 0, name)), 0)
         assert len(host._engines) == 2

@@ -22,7 +22,7 @@ import pytest
 from millstream import errors
 from millstream.errors import ClusterError, ConfigError, MillstreamError, WeightsSuperseded, WorkerError, WorkerExited
 from millstream.rpc import call
-from millstream.rpc.call import Remote
+from millstream.rpc.call import Channel, Remote
 from millstream.rpc.frames import frame
 from millstream.rpc.process import LocalLauncher, WorkerProcess
 from support.processes import eventually, is_alive, launch_worker
@@ -226,6 +226,37 @@ def test_sending_never_blocks_and_a_worker_that_stopped_reading_can_be_closed(ma
     assert isinstance(unread.exception(20.0), WorkerExited)
 
 
+def test_a_worker_that_is_stopped_can_be_killed_and_its_error_says_why(make: Make) -> None:
+    remote = make()
+    remote.ready.result(20.0)
+    assert remote.process is not None
+    os.kill(remote.process.pid, signal.SIGSTOP)
+    unanswered = remote.call(Do("echo", 1), int)
+    remote.kill("it did not answer")
+    with pytest.raises(WorkerExited, match="it did not answer"):
+        unanswered.result(20.0)
+
+
+def test_what_is_posted_in_one_turn_of_the_event_loop_is_sent_at_once_and_is_not_overtaken(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, written = make(), list[int]()
+    remote.ready.result(20.0)
+    write = Channel._write
+    monkeypatch.setattr(Channel, "_write", lambda channel, data: (written.append(len(data)), write(channel, data))[1])
+
+    async def post() -> list[int]:
+        for number in range(20):
+            remote.post(Do("note", number))
+        await asyncio.sleep(0)
+        remote.post(Do("note", 20))
+        found: list[int] = await asyncio.wrap_future(remote.call(Do("noted"), list[int]))
+        return found
+
+    assert asyncio.run(post()) == list(range(21))
+    assert len(written) == 2
+
+
 def test_a_worker_that_is_closed_while_it_is_started_is_killed_when_it_comes(make: Make) -> None:
     workers: list[WorkerProcess] = []
 
@@ -295,7 +326,7 @@ def test_no_worker_outlives_the_process_that_started_it(tmp_path: Path) -> None:
         """
         import time
         from support.rpc_worker import Do, WorkerSetup
-        from millstream.rpc.call import Remote
+        from millstream.rpc.call import Channel, Remote
         from millstream.rpc.process import LocalLauncher
         remote = Remote(lambda: LocalLauncher().launch("learner", "support.rpc_worker:serve_test", name="w"), WorkerSetup(), name="w")
         print(remote.call(Do("pid"), int).result(), remote.call(Do("spawn"), int).result(), flush=True)

@@ -59,3 +59,23 @@ def test_a_frame_above_the_bound_is_refused_before_its_body_is_read() -> None:
         theirs.sendall((1001).to_bytes(4, "little"))
         with pytest.raises(FrameError, match="1001 bytes, expected at most 1000"):
             Frames(ours, 1000).receive(block=True)
+
+
+def test_messages_of_one_turn_of_the_event_loop_are_written_in_order_and_together_after_the_first() -> None:
+    written: list[bytes] = []
+
+    class Transport(OpenTransport):
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
+    async def send() -> None:
+        protocol = FrameProtocol(lambda view: None, lambda: None)
+        protocol.transport = Transport()
+        for number in range(5):
+            protocol.send(number)
+        await asyncio.sleep(0)
+        protocol.send(5)
+
+    asyncio.run(send())
+    assert len(written) == 3
+    assert b"".join(written) == b"".join(frame(number) for number in range(6))

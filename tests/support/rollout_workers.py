@@ -15,8 +15,8 @@ from millstream.clock import VirtualClock
 from millstream.engine import EngineStats, OnSampled
 from millstream.engine.base import Engine, EngineLine
 from millstream.env import Environment
-from millstream.errors import RowsLost, WorkerExited
-from millstream.pipeline.worker_host import HostSetup, OpenLine, ToDriver, ToWorker, WorkerHost
+from millstream.errors import EngineGone, RowsLost, WorkerExited
+from millstream.pipeline.worker_host import HostSetup, OnBroken, OpenLine, ToDriver, ToWorker, WorkerHost
 from millstream.pipeline.workers import OnExit, OnMessage, WorkerPlan
 from millstream.rpc.call import ErrorInfo, describe_error, error_from, typed_decoder
 from millstream.sim.engine import SimEngine
@@ -52,6 +52,8 @@ class End:
     def send(self, *messages: Any) -> None:
         for message in messages:
             self._send(self.peer.on_message, encode(message), 0)
+
+    post = send
 
     def answer(self, number: int, value: Any) -> None:
         self._send(self.peer.on_answer, encode(value), number)
@@ -151,16 +153,25 @@ class LineSimEngine(SimEngine):
 class SharedEngine:
     """A worker's share of an engine."""
 
-    def __init__(self, engine: LineSimEngine, slots: int) -> None:
+    def __init__(self, engine: LineSimEngine, slots: int, on_broken: OnBroken) -> None:
         self.name = engine.name
         self.slots = slots
         self._engine = engine
+        self._on_broken = on_broken
+        self._broken: EngineGone | None = None
+
+    def cut(self) -> None:
+        """The line breaks."""
+        self._broken = EngineGone("its line was cut")
+        self._on_broken(self, self._broken)
 
     @property
     def version(self) -> int:
         return self._engine.version
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        if self._broken is not None:
+            raise self._broken
         return await self._engine.generate(request, on_sampled)
 
     async def abort(self, key: RequestKey) -> None:
@@ -188,7 +199,7 @@ class FakeWorker:
         self._staging = staging
         self._on_exit = on_exit
         self.call = driver.call
-        self.send = driver.send
+        self.post = driver.post
         self.answer = driver.answer
         self.fail = driver.fail
 
@@ -197,9 +208,13 @@ class FakeWorker:
         """To it and from it."""
         return self._driver.num_bytes + self._driver.peer.num_bytes
 
-    def kill(self) -> None:
+    def stop(self) -> None:
+        """It neither reads nor sends any more, and does not end."""
+        self._driver.peer.is_closed = True
+
+    def kill(self, why: str | None = None) -> None:
         if self.error is None:
-            self._end("killed")
+            self._end(why or "killed")
             self._staging.lose()
             assert self.error is not None
             self._on_exit(self.error)
@@ -220,6 +235,7 @@ class FakeWorkers:
 
     def __init__(self, environment: Environment, store: StagingStore, engines: list[LineSimEngine]) -> None:
         self.workers: list[FakeWorker] = []
+        self.lines: list[SharedEngine] = []  # all that were opened
         self._environment = environment
         self._store = store
         self._engines = engines
@@ -241,7 +257,9 @@ class FakeWorkers:
         self.workers.append(FakeWorker(driver, host, staging, on_exit))
         return self.workers[-1]
 
-    def _connect(self, order: OpenLine, on_version: Callable[[], None]) -> Engine:
+    def _connect(self, order: OpenLine, on_version: Callable[[], None], on_broken: OnBroken) -> Engine:
         engine = next(one for one in reversed(self._engines) if one.name == order.engine)
         engine.on_version.append(on_version)
-        return SharedEngine(engine, order.slots)
+        shared = SharedEngine(engine, order.slots, on_broken)
+        self.lines.append(shared)
+        return shared

@@ -38,6 +38,9 @@ class EngineContext(Struct, frozen=True, kw_only=True, eq=False):
     sink: EventSink
 
 
+NO_REQUEST = RequestKey(group_id=-1, member=0)  # the key of none: an abort of it only asks for an answer
+
+
 class EngineLine(Struct, frozen=True, array_like=True):
     """Where another process reaches an engine. The token is a secret: every process that has it may send requests."""
 

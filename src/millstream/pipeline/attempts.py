@@ -41,11 +41,16 @@ class AttemptSummary(Struct, frozen=True, kw_only=True, array_like=True):
     finish: Finish
 
 
+ALL_RETRIES = 1 << 30
+
+
 class Failure(NamedTuple):
-    """Why an attempt has no rows: the name of an error's class, and its message."""
+    """Why an attempt has no rows: the name of an error's class, and its message. `uses`: how many of its member's retries it
+    uses up; none where the cause is not known to be the attempt."""
 
     error: str
     message: str
+    uses: int = 1
 
 
 class PackedRows(Protocol):

@@ -20,7 +20,7 @@ from millstream.types import RequestKey, Task
 class GroupInFlight:
     """The prompt of one admitted group, and what a resumed run has to know of it."""
 
-    __slots__ = ("epoch", "first_attempt", "num_kept", "prompt", "restarts", "task", "task_id", "to_do")
+    __slots__ = ("epoch", "first_attempt", "next_attempt", "num_kept", "prompt", "restarts", "task", "task_id", "to_do")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class GroupInFlight:
         self.task = task  # None until a resumed run has read it from the data set
         self.prompt = prompt  # its number in the data
         self.first_attempt = first_attempt  # of its rollouts, since its last restart
+        self.next_attempt = first_attempt  # that no member has begun
         self.restarts = restarts  # how often its rollouts were aborted and started again
         self.num_kept = num_kept  # rollouts that a resumed run found in the store
         self.to_do = set(to_do)  # members that a resumed run has not started yet

@@ -182,7 +182,7 @@ class SchedulingPolicy:
         assert group.task is not None
         place = self._admission.restart(lease.group_id, self._router.newest_version)
         group.restarts += 1
-        group.first_attempt += self._rollouts.num_attempts
+        group.first_attempt = max(group.first_attempt + self._rollouts.num_attempts, group.next_attempt)
         self._context.emit(
             GroupRestarted(
                 at=self._context.now(),

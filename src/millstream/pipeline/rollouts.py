@@ -82,11 +82,12 @@ class _Aborted(Exception):
 class _Member:
     """One member of a group, until it leaves."""
 
-    __slots__ = ("attempt", "is_done", "task", "why")
+    __slots__ = ("attempt", "is_done", "last", "task", "why")
 
-    def __init__(self, first_attempt: int) -> None:
+    def __init__(self, first_attempt: int, retries: int) -> None:
         self.task: asyncio.Task[None] | None = None
         self.attempt = first_attempt
+        self.last = first_attempt + retries  # the attempt that is not retried
         self.is_done = False  # its rollout has ended or was aborted: nothing is left to abort
         self.why = ""  # it is to be aborted for this reason
 
@@ -144,7 +145,7 @@ class Rollouts:
         a resumed run has of it counts."""
         group = self._context.groups[group_id]
         numbers = range(self._config.num_members) if members is None else sorted(members)
-        self._groups[group_id] = {number: _Member(group.first_attempt) for number in numbers}
+        self._groups[group_id] = {number: _Member(group.first_attempt, self._config.retries) for number in numbers}
         self._num_ended[group_id] = 0 if members is None else group.num_kept
         for number, member in list(self._groups[group_id].items()):
             member.task = self._context.spawn(self.roll_out(group_id, number, member, task, place))
@@ -152,7 +153,7 @@ class Rollouts:
 
     @property
     def num_attempts(self) -> int:
-        """That a member has at most, unless its group is restarted."""
+        """That a member has at most, unless its group is restarted or workers are lost."""
         return 1 + self._config.retries
 
     def cancel(self) -> None:
@@ -169,14 +170,13 @@ class Rollouts:
     async def roll_out(self, group_id: int, number: int, member: _Member, task: Task, place: Place) -> None:
         """Consumes one member of an admitted group. Produces rows in the store; the last member closes its group. Waits for its
         environment. Ended by: the environment's reward, `timeout_s` per attempt, or `abort`."""
-        last = member.attempt + self._config.retries
         try:
             while True:
                 key = RequestKey(group_id=group_id, member=number, attempt=member.attempt)
-                end = await self._attempt(key, member, task, place, last)
-                if end.summary is not None and await self._put(key, member, end, last):
+                end = await self._attempt(key, member, task, place)
+                if end.summary is not None and await self._put(key, member, end):
                     break
-                if not self._is_retried(key, last):
+                if not self._is_retried(key, member):
                     break
                 member.attempt += 1
         except _Aborted:
@@ -184,16 +184,17 @@ class Rollouts:
         await self._leave(group_id, number)
 
     async def _leave(self, group_id: int, number: int) -> None:
-        group = self._groups[group_id]
-        task = group.pop(number).task
+        group, known = self._groups[group_id], self._context.groups[group_id]
+        member = group.pop(number)
+        known.next_attempt = max(known.next_attempt, member.attempt + 1)
         self._router.rerank(group_id)
         if not group:
             del self._groups[group_id], self._num_ended[group_id]
-            self._closing.add(task)
+            self._closing.add(member.task)
             try:
                 await self._finalizer.close(group_id)
             finally:
-                self._closing.discard(task)
+                self._closing.discard(member.task)
         if self._is_in_lockstep:  # otherwise no loop waits for a member that leaves
             self._context.notifier.notify()
 
@@ -202,7 +203,7 @@ class Rollouts:
         if is_complete and not self._is_ending:
             self.abort(group_id, "its group is complete")
 
-    async def _put(self, key: RequestKey, member: _Member, end: AttemptEnd, last: int) -> bool:
+    async def _put(self, key: RequestKey, member: _Member, end: AttemptEnd) -> bool:
         """Put a rollout's rows into the store. It counts as ended before that, since a full store may take a while: no member
         too many may end meanwhile. False: the rows were lost with the worker that had packed them: the attempt has failed."""
         group_id = key.group_id
@@ -210,30 +211,31 @@ class Rollouts:
         self._abort_if_complete(group_id)
         async with self._context.quiesce:
             try:
-                await self._context.waits.on(f"group {group_id}", "room in the store", self._put_rows(group_id, end))
+                await self._put_rows(group_id, end)
             except RowsLost as error:
                 self._num_ended[group_id] -= 1
                 member.is_done = False
-                self._fail(
-                    key, end, Failure(RolloutWorkerLost.__name__, str(error)), is_final=not self._is_retried(key, last)
-                )
+                self._fail(key, member, end, Failure(RolloutWorkerLost.__name__, str(error), uses=0))
                 return False
             self._record_rollout(key, end)
             self._keep(key, end.parts, "ended", reward_parts=end.reward_parts)
         return True
 
     async def _put_rows(self, group_id: int, end: AttemptEnd) -> None:
-        if end.rows is not None:
-            await end.rows.put()
+        waits, owner = self._context.waits, f"group {group_id}"
+        if end.rows is not None:  # there is room: it was reserved when they were packed
+            with waits.idle(owner, "the store"):
+                await end.rows.put()
             return
         oldest = min(part.start_version for part in end.parts)
-        await self._context.store.put(group_id, columns_of_rollout(end.parts), versions=oldest)
+        put = self._context.store.put(group_id, columns_of_rollout(end.parts), versions=oldest)
+        await waits.on(owner, "room in the store", put)
 
-    def _is_retried(self, key: RequestKey, last: int) -> bool:
+    def _is_retried(self, key: RequestKey, member: _Member) -> bool:
         """Whether an attempt that has failed is followed by another one."""
-        return key.attempt < last and key.group_id not in self._finalizer.cancelled
+        return key.attempt < member.last and key.group_id not in self._finalizer.cancelled
 
-    async def _attempt(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> AttemptEnd:
+    async def _attempt(self, key: RequestKey, member: _Member, task: Task, place: Place) -> AttemptEnd:
         """One attempt; it has no summary if it failed, which is data and not a crash."""
         self._context.emit(
             RolloutStarted(at=self._now(), group_id=key.group_id, member=key.member, attempt=key.attempt)
@@ -250,7 +252,7 @@ class Rollouts:
             raise _Aborted
         check_deadline(key, place, self._admission)
         if end.failure is not None:
-            self._fail(key, end, end.failure, is_final=not self._is_retried(key, last))
+            self._fail(key, member, end, end.failure)
         else:
             member.is_done = True
         return end
@@ -313,8 +315,9 @@ class Rollouts:
             )
         )
 
-    def _fail(self, key: RequestKey, end: AttemptEnd, failure: Failure, *, is_final: bool) -> None:
+    def _fail(self, key: RequestKey, member: _Member, end: AttemptEnd, failure: Failure) -> None:
         """The attempt has failed."""
+        member.last += 1 - failure.uses
         self._finalizer.last_failure = f"{failure.error}: {failure.message}"
         self._context.emit(
             RolloutFailed(
@@ -324,7 +327,7 @@ class Rollouts:
                 attempt=key.attempt,
                 error=failure.error,
                 message=failure.message,
-                is_final=is_final,
+                is_final=not self._is_retried(key, member),
                 seconds=end.seconds,
                 num_sampled=end.num_sampled,
             )

@@ -3,14 +3,17 @@
     driver (`workers.RolloutWorkers`)             worker (`WorkerHost`)
       PlayAttempt ─────────────────────────────▶   the episode, its environment and rewards
       ◀──────────────────────────── AttemptReply   what is recorded of it, and where its rows are packed
+      ◀──────────────────────────── AttemptBroke   an error that ends the run
       AbortAttempt ────────────────────────────▶
       OpenLine, CloseLine ─────────────────────▶   engines that it may use, and how many slots of each
       ◀───────────────────────────────── LineLost
       ◀────── GenerateTurn, AbortTurn, CancelTurn   turns, where it has no engines: through the router of the driver
       GateOpened ──────────────────────────────▶   in lockstep
       ◀───────────────────────────────── TurnSpan
+      Ping ────────────────────────────────────▶   answered by its event loop
 
-With lines to engines the driver handles a message of constant size for an attempt, whatever its length and turns.
+Messages of one turn of an event loop are sent together. With lines to engines the driver handles a message of constant size
+for an attempt, whatever its length and turns.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from millstream.pipeline.attempts import (
 )
 from millstream.pipeline.episode import Player
 from millstream.pipeline.waits import Waits
+from millstream.rpc.call import ErrorInfo, describe_error
 from millstream.serving.router import ReplicaChange, RequestRank, Router
 from millstream.store.base import Columns
 from millstream.store.blocks import Block, Packing
@@ -52,6 +56,11 @@ from millstream.store.wire import StagedRows
 from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
 
 MAX_SHOWN_TOKENS = 256  # of a rollout that is not kept: as many as an event may show
+BLOCKED_S = 60.0
+SHOWN_S = 1.0  # between two that are sent to be shown
+LINE_PATIENCE_S = (
+    60.0  # at least, without an engine: the driver opens a line again, or the engine is gone and it says so
+)
 
 
 class _WorkerMessage(Struct, tag=True, array_like=True): ...
@@ -87,6 +96,10 @@ class CloseLine(_WorkerMessage):
     engine: str
 
 
+class Ping(_WorkerMessage):
+    """Answered with nothing."""
+
+
 class GenerateTurn(_WorkerMessage):
     request: Request
 
@@ -112,13 +125,10 @@ class LineLost(_WorkerMessage):
     engine: str
 
 
-ToWorker = PlayAttempt | AbortAttempt | GateOpened | OpenLine | CloseLine
-ToDriver = GenerateTurn | AbortTurn | CancelTurn | TurnSpan | LineLost
-
-
-class AttemptReply(Struct, frozen=True, array_like=True):
+class AttemptReply(_WorkerMessage):
     """An `AttemptEnd` as data."""
 
+    key: RequestKey
     summary: AttemptSummary | None
     num_sampled: int
     seconds: float
@@ -126,6 +136,15 @@ class AttemptReply(Struct, frozen=True, array_like=True):
     reward_parts: dict[str, float]
     rows: StagedRows | None
     parts: bytes
+
+
+class AttemptBroke(_WorkerMessage):
+    key: RequestKey
+    error: ErrorInfo
+
+
+ToWorker = PlayAttempt | AbortAttempt | GateOpened | OpenLine | CloseLine | Ping
+ToDriver = AttemptReply | AttemptBroke | GenerateTurn | AbortTurn | CancelTurn | TurnSpan | LineLost
 
 
 class HostSetup(Struct, frozen=True, kw_only=True):
@@ -143,17 +162,25 @@ class HostSetup(Struct, frozen=True, kw_only=True):
     patience_s: float
     are_prefixes_kept: bool
 
+    @property
+    def blocked_s(self) -> float:
+        """How long its event loop may stand still before a worker ends itself."""
+        return max(BLOCKED_S, self.timeout_s)
+
+    @property
+    def answer_s(self) -> float:
+        """How long it may not answer before it is killed."""
+        return 1.25 * self.blocked_s
+
 
 class DriverConnection(Protocol):
     """One end of the connection (`rpc.call.Channel`)."""
 
     def call(self, message: Any, answer: Any = None) -> Future[Any]: ...
 
-    def send(self, *messages: Any) -> None: ...
+    def post(self, *messages: Any) -> None: ...
 
     def answer(self, number: int, value: Any) -> None: ...
-
-    def fail(self, number: int, error: BaseException) -> None: ...
 
 
 class Staging(Protocol):
@@ -162,8 +189,9 @@ class Staging(Protocol):
     async def stage(self, columns: Columns, *, versions: int | None = None) -> StagedRows: ...
 
 
-ConnectEngine = Callable[[OpenLine, Callable[[], None]], Engine]
-"""Makes an engine of a line; it calls the function when its version has changed."""
+OnBroken = Callable[[Engine, EngineGone], None]
+ConnectEngine = Callable[[OpenLine, Callable[[], None], OnBroken], Engine]
+"""Makes an engine of a line; it calls the first function when its version has changed, the second when the line has broken."""
 
 
 class _NoEvents:
@@ -193,8 +221,10 @@ class WorkerHost:
         self._num_playing: Counter[int] = Counter()  # by group
         self._tasks: set[asyncio.Task[None]] = set()
         self._engines: dict[str, Engine] = {}
+        self._shown_at = float("-inf")
         waits = Waits(clock=clock, sink=_NoEvents(), stall_s=setup.timeout_s, deadline_s=setup.timeout_s)
-        self._router = Router([], patience_s=setup.patience_s, clock=clock, sink=_NoEvents())
+        patience_s = max(setup.patience_s, LINE_PATIENCE_S)
+        self._router = Router([], patience_s=patience_s, clock=clock, sink=_NoEvents())
         self._router.prefixes.are_kept = setup.are_prefixes_kept
         self._router.rank_of = self._ranks.get
         self._router.listeners.append(self._on_change)
@@ -219,7 +249,7 @@ class WorkerHost:
                 self._ranks[group_id] = message.rank
                 self._num_playing[group_id] += 1
                 self._router.newest_seen = max(self._router.newest_seen, message.start)
-                self._spawn(self._play(message, number))
+                self._spawn(self._play(message))
             case AbortAttempt():
                 if message.key in self._is_aborted:
                     self._is_aborted[message.key] = True
@@ -230,6 +260,8 @@ class WorkerHost:
                 self._open(message)
             case CloseLine():
                 self._close(message.engine)
+            case Ping():
+                self._link.answer(number, None)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -238,13 +270,13 @@ class WorkerHost:
 
     # ---- attempts ----------------------------------------------------------------------------------------------------
 
-    async def _play(self, order: PlayAttempt, number: int) -> None:
+    async def _play(self, order: PlayAttempt) -> None:
         key, place = order.key, Place(order.start, order.deadline)
         try:
             end = await self._attempts.play(key, order.task, place, lambda: self._is_aborted[key])
-            self._link.answer(number, await self._reply(key, end))
+            self._link.post(await self._reply(key, end))
         except Exception as error:  # process boundary: it ends the run
-            self._link.fail(number, error)
+            self._link.post(AttemptBroke(key, describe_error(error)))
         finally:
             del self._is_aborted[key]
             self._num_playing[key.group_id] -= 1
@@ -256,8 +288,9 @@ class WorkerHost:
         if end.summary is not None and not self._is_aborted[key]:
             rows = await self._store.stage(columns_of_rollout(parts), versions=end.summary.start_version)
         if not self._setup.keeps_parts:
-            parts = (_head(parts[0]),) if parts else ()
+            parts = self._shown(end)
         return AttemptReply(
+            key,
             end.summary,
             end.num_sampled,
             end.seconds,
@@ -267,20 +300,32 @@ class WorkerHost:
             bytes(Packing(columns_of_rollout(parts)).to_bytes()) if parts else b"",
         )
 
+    def _shown(self, end: AttemptEnd) -> tuple[Rollout, ...]:
+        """Of rollouts that are not kept: now and then one that has ended, as much of it as an event may show."""
+        if end.summary is None or self._clock.now() - self._shown_at < SHOWN_S:
+            return ()
+        self._shown_at = self._clock.now()
+        return (_head(end.parts[0]),)
+
     @contextmanager
     def _record_span(self, key: RequestKey, what: str) -> Iterator[Callable[[int], None]]:
         began, tokens = self._clock.now(), [0]
         try:
             yield tokens.append
         finally:
-            self._link.send(TurnSpan(key, what, self._clock.now() - began, tokens[-1]))
+            self._link.post(TurnSpan(key, what, self._clock.now() - began, tokens[-1]))
 
     # ---- engines -----------------------------------------------------------------------------------------------------
 
     def _open(self, order: OpenLine) -> None:
         self._close(order.engine)
-        engine = self._engines[order.engine] = self._connect(order, self._router.dispatch)
+        engine = self._engines[order.engine] = self._connect(order, self._router.dispatch, self._on_broken)
         self._router.join(engine)
+
+    def _on_broken(self, engine: Engine, error: EngineGone) -> None:
+        """Also when it has no request that would notice."""
+        if self._engines.get(engine.name) is engine:
+            self._router.lose(engine, error)
 
     def _close(self, name: str) -> None:
         """By order of the driver, which is not to hear of it as of a lost line."""
@@ -295,7 +340,7 @@ class WorkerHost:
         if change.is_lost and self._engines.get(name) is change.engine:
             del self._engines[name]
             self._spawn(change.engine.close())
-            self._link.send(LineLost(name))
+            self._link.post(LineLost(name))
 
 
 class DriverLine:
@@ -324,7 +369,7 @@ class DriverLine:
                 completion: Completion = await answer
                 return completion
         except asyncio.CancelledError:
-            self._link.send(CancelTurn(key))
+            self._link.post(CancelTurn(key))
             answer.cancel()
             raise
         finally:

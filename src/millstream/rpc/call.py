@@ -99,6 +99,7 @@ class Channel:
         self._max_bytes = max_bytes
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
+        self._posted: list[bytes] = []  # in this turn of the event loop
         self._unsent: deque[memoryview] = deque()
         self._flushing: threading.Thread | None = None
         self._numbers = itertools.count(1)
@@ -136,6 +137,20 @@ class Channel:
         with self._lock:
             self._send(data)
 
+    def post(self, *messages: Any) -> None:
+        """As `send`, together with everything else that is posted in this turn of the running event loop. What is sent
+        otherwise does not overtake it."""
+        data = b"".join(self._frame(PacketKind.MESSAGE, 0, message) for message in messages)
+        with self._lock:
+            if not self._posted:
+                asyncio.get_running_loop().call_soon(self._send_posted)
+            self._posted.append(data)
+
+    def _send_posted(self) -> None:
+        with self._lock:
+            if self._posted:
+                self._send(b"")
+
     def answer(self, number: int, value: Any) -> None:
         data = self._frame(PacketKind.ANSWER, number, value)
         with self._lock:
@@ -153,6 +168,13 @@ class Channel:
         return frame(packet, self._max_bytes)
 
     def _send(self, data: bytes) -> None:
+        """With the lock."""
+        if self._posted:
+            data = b"".join([*self._posted, data])
+            self._posted.clear()
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
         """With the lock. What the socket does not take at once is left to a thread, so that no sender ever blocks."""
         rest = memoryview(data)
         if self._connection is not None and self._flushing is None:
@@ -186,6 +208,7 @@ class Channel:
 
     def drain(self, timeout_s: float) -> None:
         """Wait until everything is handed to the operating system."""
+        self._send_posted()
         flushing = self._flushing
         if flushing is not None:
             flushing.join(timeout_s)
@@ -275,6 +298,7 @@ class Remote:
         self.ready = self._channel.call(setup)  # done when the worker is built; its exception says why it could not be
         self.call = self._channel.call
         self.send = self._channel.send
+        self.post = self._channel.post
         self.answer = self._channel.answer
         self.fail = self._channel.fail
         threading.Thread(target=self._start, name=f"{name}: reader", daemon=True).start()
@@ -366,10 +390,12 @@ class Remote:
 
     # ---- its end -----------------------------------------------------------------------------------------------------
 
-    def kill(self) -> None:
-        """At once, with everything it started; if it is still being started, as soon as it is there. Waits for nothing."""
+    def kill(self, why: str | None = None) -> None:
+        """At once, with everything it started; if it is still being started, as soon as it is there. Waits for nothing. `why`:
+        the reason that `error` gives, in place of the signal."""
         with self._lock:
             self._is_killed = True
+            self._reason = self._reason or why
             process = self.process
         if process is not None:
             process.kill()

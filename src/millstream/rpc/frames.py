@@ -112,6 +112,8 @@ class FrameProtocol(asyncio.Protocol):
         self._on_lost = on_lost
         self.max_bytes = max_bytes
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
+        self._has_sent = False  # in this turn of the event loop
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -147,11 +149,25 @@ class FrameProtocol(asyncio.Protocol):
         self._on_lost()
 
     def send(self, message: Any) -> None:
-        """A closed connection ignores it. Raises `FrameError` for a message that no reader would accept."""
-        if self.transport is not None and not self.transport.is_closing():
-            data = msgspec.msgpack.encode(message)
-            _checked_size(len(data).to_bytes(8, "little"), MAX_FRAME_BYTES)
-            self.transport.write(len(data).to_bytes(HEADER, "little") + data)
+        """At once, and all that follows in the same turn of the event loop together. A closed connection ignores it. Raises
+        `FrameError` for a message that no reader would accept."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        data = msgspec.msgpack.encode(message)
+        _checked_size(len(data).to_bytes(8, "little"), MAX_FRAME_BYTES)
+        data = len(data).to_bytes(HEADER, "little") + data
+        if self._has_sent:
+            self._unsent.append(data)
+        else:
+            self._has_sent = True
+            asyncio.get_running_loop().call_soon(self._send_rest)
+            self.transport.write(data)
+
+    def _send_rest(self) -> None:
+        self._has_sent = False
+        if self._unsent and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
 
 def send_descriptors(connection: socket.socket, message: Any, descriptors: Sequence[int]) -> None:

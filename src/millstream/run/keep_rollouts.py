@@ -64,7 +64,7 @@ class ShownSamples:
 
     def add(self, record: Record) -> None:
         self._files.add(record)
-        if isinstance(record, Attempt) and record.outcome == "ended" and record.task is not None:
+        if isinstance(record, Attempt) and record.outcome == "ended" and record.parts and record.task is not None:
             now = self._run.clock.now()
             if now - self._shown_at >= self.SAMPLE_S:
                 self._shown_at = now

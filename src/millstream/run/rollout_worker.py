@@ -30,7 +30,7 @@ from millstream.env.rewards import CompletionScorer, RewardConfig, prepare_rewar
 from millstream.env.single_turn import SingleTurn
 from millstream.events.sinks import Tee
 from millstream.model.load import load_tokenizer, set_up_cpu
-from millstream.pipeline.worker_host import HostSetup, OpenLine, ToDriver, ToWorker, WorkerHost
+from millstream.pipeline.worker_host import HostSetup, OnBroken, OpenLine, ToDriver, ToWorker, WorkerHost
 from millstream.pipeline.workers import OnExit, OnMessage, WorkerPlan
 from millstream.rpc.call import Channel, Packet, PacketKind, Remote, typed_decoder
 from millstream.rpc.process import Launcher, LocalLauncher, own_node
@@ -41,7 +41,6 @@ from millstream.store.client import Address, StoreClient
 from millstream.store.coordinator import StorePlan
 
 ROLLOUT_WORKER = "millstream.run.rollout_worker:serve_rollouts"
-BLOCKED_S = 60.0  # at least: then a worker whose event loop does not turn ends itself
 
 
 class RolloutWorkerSetup(Struct, frozen=True, kw_only=True):
@@ -143,7 +142,7 @@ class _Process:
             self._channel.fail(first.number, error)
         else:
             self._channel.answer(first.number, None)
-            _exit_if_blocked(loop, max(BLOCKED_S, setup.host.timeout_s))
+            _exit_if_blocked(loop, setup.host.blocked_s)
             self._take(host)
             await self._closed.wait()
             await store.close()
@@ -194,8 +193,8 @@ async def _connect_store(plan: StorePlan) -> StoreClient:
     return await StoreClient.connect(address, "rollouts")
 
 
-def _connect_engine(order: OpenLine, on_version: Callable[[], None]) -> LineEngine:
-    return LineEngine(order.engine, order.slots, order.line, on_version, clock=RealClock(), sink=Tee([]))
+def _connect_engine(order: OpenLine, on_version: Callable[[], None], on_broken: OnBroken) -> LineEngine:
+    return LineEngine(order.engine, order.slots, order.line, on_version, on_broken, clock=RealClock(), sink=Tee([]))
 
 
 def _exit_if_blocked(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:

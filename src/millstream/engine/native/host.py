@@ -126,7 +126,6 @@ class ProcessHost:
         self._name = name
         self._answer_s = answer_s
         self._on_close = on_close
-        self._pending: list[Command] = []
         self._is_launched = threading.Event()  # or never will be
         self._is_closing = False
 
@@ -157,14 +156,7 @@ class ProcessHost:
             self._on_report(_broken_by(error))
 
     def send(self, command: Command) -> None:
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._pending.append(command)
-
-    def _flush(self) -> None:
-        commands = self._pending
-        self._pending = []
-        self.remote.send(*commands)
+        self.remote.post(command)
 
     def offer(self, version: int, weights: Weights) -> None:
         """The time until the worker is ready does not count: the launcher and `ENGINE_START_S` limit it."""
@@ -196,7 +188,6 @@ class ProcessHost:
     async def close(self) -> None:
         self._is_closing = True
         self._is_launched.set()
-        self._flush()
         await asyncio.to_thread(self.remote.close, CLOSE_S)
         self._on_close()
 

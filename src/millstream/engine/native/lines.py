@@ -24,9 +24,10 @@ from contextlib import suppress
 from msgspec import MsgspecError, Struct, structs
 
 from millstream.clock import Clock
-from millstream.engine.base import EngineLine
+from millstream.engine.base import NO_REQUEST, EngineLine
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.worker import Abort, Add, Command, WorkerReport
+from millstream.errors import EngineGone
 from millstream.events import EventSink
 from millstream.rpc.call import Channel, typed_decoder
 from millstream.rpc.frames import FrameError, Frames, frame, keep_alive
@@ -127,22 +128,33 @@ class LinkHub:
             packets, sent = None, []
         if packets is None:
             return self._close(line)
-        return [self._own(line, command) for command in sent]
+        return [own for command in sent for own in self._own(line, command)]
 
-    def _own(self, line: _Line, command: Add | Abort) -> Command:
+    def _own(self, line: _Line, command: Add | Abort) -> list[Command]:
+        """After a partition that only one end has noticed, a key may come on a second line: the first has lost it, and what
+        still arrives there is not about the new request."""
         if isinstance(command, Add):
-            self._owners.setdefault(command.request.key, []).append(line)
-        elif command.number >= 0:
-            number = next(self._numbers)
-            self._orders[number] = line, command.number
-            return Abort(number, command.key)
-        return command
+            owners = self._owners.setdefault(command.request.key, [])
+            owners.append(line)
+            is_elsewhere = len(owners) > 1 and owners[-2] is not line
+            return [Abort(-1, command.request.key), command] if is_elsewhere else [command]
+        key = command.key if self._has(line, command.key) else NO_REQUEST
+        if command.number < 0:
+            return [Abort(-1, key)]
+        number = next(self._numbers)
+        self._orders[number] = line, command.number
+        return [Abort(number, key)]
+
+    def _has(self, line: _Line, key: RequestKey) -> bool:
+        """Whether the request of this key that is in flight came on this line."""
+        owners = self._owners.get(key)
+        return owners is not None and owners[-1] is line
 
     def _close(self, line: _Line) -> list[Command]:
         del self._lines[line.connection.fileno()]
         self._poll.unregister(line.connection)
         line.connection.close()
-        return [Abort(-1, key) for key, owners in self._owners.items() if line in owners]
+        return [Abort(-1, key) for key in self._owners if self._has(line, key)]
 
     # ---- out ---------------------------------------------------------------------------------------------------------
 
@@ -211,7 +223,6 @@ class LineHost:
     def __init__(self, line: EngineLine) -> None:
         self._line = line
         self._channel = Channel()
-        self._pending: list[Command] = []
         self._connection: socket.socket | None = None
         self._is_closed = False
 
@@ -239,14 +250,7 @@ class LineHost:
         on_report(WorkerReport([], [], broken=why))
 
     def send(self, command: Command) -> None:
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._pending.append(command)
-
-    def _flush(self) -> None:
-        commands = self._pending
-        self._pending = []
-        self._channel.send(*commands)
+        self._channel.post(command)
 
     def offer(self, version: int, weights: Weights) -> None:
         raise NotImplementedError("the driver of the run loads weights")
@@ -262,13 +266,23 @@ class LineHost:
 
 
 class LineEngine(TorchEngine):
-    """An engine through a line. Its version is the one that it reports; `on_version` is called when that has changed."""
+    """An engine through a line. Its version is the one that it reports. On the event loop, `on_version` is called when that has
+    changed, `on_broken` when the line has broken."""
 
     def __init__(
-        self, name: str, slots: int, line: EngineLine, on_version: Callable[[], None], *, clock: Clock, sink: EventSink
+        self,
+        name: str,
+        slots: int,
+        line: EngineLine,
+        on_version: Callable[[], None],
+        on_broken: Callable[[LineEngine, EngineGone], None],
+        *,
+        clock: Clock,
+        sink: EventSink,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_version = on_version
+        self._on_broken = on_broken
         super().__init__(LineHost(line), slots=slots, max_length=None, clock=clock, sink=sink, name=name)
 
     def _on_report(self, report: WorkerReport) -> None:
@@ -277,5 +291,13 @@ class LineEngine(TorchEngine):
             self._version = report.version
         super()._on_report(report)
         if is_new:
-            with suppress(RuntimeError):  # the loop is closed: nothing waits
-                self._loop.call_soon_threadsafe(self._on_version)
+            self._tell(self._on_version)
+
+    def _break(self, reason: str, kind: type[EngineGone] = EngineGone) -> None:
+        super()._break(reason, kind)
+        if self._broken is not None:
+            self._tell(self._on_broken, self, self._broken)
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nothing waits
+            self._loop.call_soon_threadsafe(function, *arguments)
