@@ -2,9 +2,9 @@
 
 1. Bytes through the driver's sockets and its processor time per rollout, for rollouts of 100, 1,000 and 10,000 tokens, played
    in the driver (`rollout.workers = 0`) and by one worker.
-2. Turns a second with 1, 2, 4, ... workers (`--workers`), each with an engine of its own, and as many times the groups in
-   flight and in a batch; and which process has how much of a core: the busiest is what limits the rate. It needs as many
-   cores as there are workers, half as many for engines, and two more.
+2. Turns a second with 1, 2, 4, ... workers (`--workers`), and as many times the groups in flight and in a batch, always with
+   as many engines as the most workers; and which process has how much of a core: the busiest is what limits the rate. It
+   needs twice as many cores as there are workers.
 
 Engines are processes with Millstream's own protocol that answer a request at once, without a model; the learner does nothing,
 and is one that reads its rows from the store by itself.
@@ -240,7 +240,7 @@ class CountingSink:
     def counting_bytes(self) -> Iterator[None]:
         """Of every connection of this process that carries frames."""
         send, receive = Channel._write, Frames._receive
-        tell, hear = FrameProtocol.send, FrameProtocol.data_received
+        tell, hear = FrameProtocol._write, FrameProtocol.data_received
 
         def counted_send(channel: Channel, data: bytes) -> None:
             self.num_bytes += len(data)
@@ -251,17 +251,9 @@ class CountingSink:
             self.num_bytes += sum(map(len, found or ()))
             return found
 
-        def counted_tell(protocol: FrameProtocol, message: Any) -> None:
-            transport = protocol.transport
-            assert transport is not None
-            write = transport.write
-
-            def counted_write(data: Any) -> None:
-                self.num_bytes += len(data)
-                write(data)
-
-            with patch.object(protocol, "transport", _Writing(transport, counted_write)):
-                tell(protocol, message)
+        def counted_tell(protocol: FrameProtocol, data: bytes) -> None:
+            self.num_bytes += len(data)
+            tell(protocol, data)
 
         def counted_hear(protocol: FrameProtocol, data: bytes) -> None:
             self.num_bytes += len(data)
@@ -270,21 +262,10 @@ class CountingSink:
         with (
             patch.object(Channel, "_write", counted_send),
             patch.object(Frames, "_receive", counted_receive),
-            patch.object(FrameProtocol, "send", counted_tell),
+            patch.object(FrameProtocol, "_write", counted_tell),
             patch.object(FrameProtocol, "data_received", counted_hear),
         ):
             yield
-
-
-class _Writing:
-    """A transport whose writes are counted."""
-
-    def __init__(self, transport: Any, write: Any) -> None:
-        self._transport = transport
-        self.write = write
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 def config_of(num_workers: int, options: argparse.Namespace) -> RunConfig:
@@ -312,7 +293,7 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
     reads = store_tasks([], has_critic=False, has_proximal=False, is_in_lockstep=False)
     with tempfile.TemporaryDirectory() as folder:
         sink = CountingSink(Path(folder) / "events.jsonl", options.steps // 3, options.steps)
-        names = [f"engine-{number}" for number in range(max(1, num_workers))]
+        names = [f"engine-{number}" for number in range(options.engines)]
         engines = [instant_engine(name, num_tokens // options.turns - SHOWN, sink) for name in names]
         shared = SharedStore(make_plan(reads)) if num_workers else None
         client = None if shared is None else await shared.connect("pipeline")
@@ -380,8 +361,9 @@ def measured(begin: Counted, end: Counted, turns: int) -> Measured:
 
 
 @functools.cache
-def measure(num_tokens: int, num_workers: int, steps: int, turns: int) -> Measured:
-    found = asyncio.run(one_run(num_tokens, num_workers, argparse.Namespace(steps=steps, turns=turns)))
+def measure(num_tokens: int, num_workers: int, engines: int, steps: int, turns: int) -> Measured:
+    options = argparse.Namespace(engines=engines, steps=steps, turns=turns)
+    found = asyncio.run(one_run(num_tokens, num_workers, options))
     shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
     say(
         f"{num_tokens} tokens, {num_workers} workers: {found.turns_per_s:,.0f} turns/s, {found.bytes_per_rollout:,.0f} bytes "
@@ -392,7 +374,7 @@ def measure(num_tokens: int, num_workers: int, steps: int, turns: int) -> Measur
 
 def driver_rows(options: argparse.Namespace) -> Iterator[Row]:
     for num_tokens in options.tokens:
-        without, with_one = (measure(num_tokens, workers, options.steps, options.turns) for workers in (0, 1))
+        without, with_one = (measure(num_tokens, workers, 1, options.steps, options.turns) for workers in (0, 1))
         workload, peer = f"rollouts of {num_tokens:,} tokens, {options.turns} turns", "rollout.workers = 0"
         yield cost(
             workload,
@@ -410,7 +392,7 @@ def driver_rows(options: argparse.Namespace) -> Iterator[Row]:
 def turn_rows(options: argparse.Namespace) -> Iterator[Row]:
     first: Measured | None = None
     for num_workers in options.workers:
-        found = measure(options.tokens[0], num_workers, options.steps, options.turns)
+        found = measure(options.tokens[0], num_workers, max(options.workers), options.steps, options.turns)
         workload = f"{num_workers} workers, rollouts of {options.tokens[0]:,} tokens, {os.cpu_count()} cores"
         if first is None:
             first = found

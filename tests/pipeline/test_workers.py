@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +26,7 @@ from millstream.events import (
     RolloutStarted,
     Stepped,
 )
+from millstream.events.rollouts import Attempt
 from millstream.pipeline.worker_host import LineLost, OpenLine
 from millstream.sim.draws import constant
 from millstream.sim.environment import SimEnvironment
@@ -196,6 +197,20 @@ def test_what_passes_between_driver_and_worker_for_a_rollout_does_not_depend_on_
         return total / len(outcome.sink.of(RolloutEnded))
 
     assert num_bytes(1000) < 1.05 * num_bytes(300)
+
+
+def test_of_rollouts_that_are_not_kept_one_a_second_is_sent_to_be_shown() -> None:
+    class Shown:
+        parts: ClassVar[list[int]] = []
+
+        def add(self, record: object) -> None:
+            if isinstance(record, Attempt):
+                self.parts.append(sum(len(part.tokens) for part in record.parts))
+
+    world = World(steps=8, workers=1, has_lines=True, keep_gb=0.0)
+    outcome = simulate(world, num_tokens=constant(300), rollouts=lambda sink: Shown())
+    shown = [num for num in Shown.parts if num]
+    assert set(shown) == {256} and 1 <= len(shown) <= outcome.seconds + 1 < len(Shown.parts)
 
 
 def test_a_worker_that_dies_uses_up_no_retries_of_the_groups_that_were_there() -> None:
