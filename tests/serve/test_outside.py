@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ import pytest
 
 from millstream.clock import RealClock
 from millstream.engine.outside import OutsideEngine
-from millstream.errors import StoreError
+from millstream.errors import ConfigError, StoreError
 from millstream.events.sinks import MemorySink
 from millstream.serve.http import BodyReader
+from millstream.serve.listen import listening_at
 from millstream.serve.outside import OutsideService
 from millstream.serve.store import client as client_module
 from millstream.serve.store.bodies import NewWeights
@@ -171,6 +173,20 @@ def test_a_publication_may_take_longer_than_other_requests(monkeypatch: pytest.M
     with serving(make) as url:
         asyncio.run(publish(url))
     assert taken == [1]
+
+
+def test_a_port_that_is_taken_is_answered_with_the_key_that_sets_it() -> None:
+    async def listen(port: int) -> None:
+        app = store_app(MemoryStore({"train": Reads(("tokens",))}), SERVICE)
+        limits = {"max_requests": 1, "limits": SERVICE.http, "token": None}
+        async with listening_at(app, "127.0.0.1", port, port_option="outside.port", **limits):  # type: ignore[arg-type]
+            pass
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"Choose another outside\.port"),
+    ):
+        asyncio.run(listen(taken.getsockname()[1]))
 
 
 def test_the_example_of_the_page_works() -> None:

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError, StoreError
 from millstream.learner.optimizer import OptimizerState
-from millstream.learner.state import read_trained
-from millstream.learner.torch import TorchSnapshot, save_trained
+from millstream.learner.state import TorchSnapshot, read_trained
+from millstream.learner.trainer import save_trained
 from millstream.model.adapters import trained_weights
 from millstream.model.finite import names_not_finite
 from millstream.model.load import load_weights

@@ -168,6 +168,7 @@ async def serving_outside(run: ActiveRun, fleet: Fleet) -> AsyncIterator[Outside
         token=token,
         max_requests=config.max_requests,
         limits=config.http,
+        port_option="outside.port",
     ) as url:
         file.write_text(f"{url}\n")
         try:
