@@ -52,6 +52,7 @@ from report import ROOT, Options, Row, alone, cost, publish, rate, say
 KEYS = ("tml-one", "tml-two")
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 IN_FLIGHT = 4
+IDLE_S = 2.0  # a connection that was not used for longer is not used again
 WARM_UP = 3
 GREEDY_STEPS = 100  # that a greedy client asks for at once
 
@@ -114,6 +115,7 @@ class Client:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         self._key = key
         self._number = 0
+        self._used_at = time.monotonic()
         session = self._post("create_session", {})["session_id"]
         made = {
             "session_id": session,
@@ -124,9 +126,12 @@ class Client:
         self._model = self._post("create_model", made)["model_id"]
 
     def _send(self, path: str, body: bytes, kind: str) -> bytes:
+        if time.monotonic() - self._used_at > IDLE_S:
+            self._connection.close()  # the service may have closed it, too; the request opens it again
         self._connection.request("POST", f"/api/v1/{path}", body, {"x-api-key": self._key, "content-type": kind})
         answer = self._connection.getresponse()
         found = answer.read()
+        self._used_at = time.monotonic()
         if answer.status != 200:
             raise SystemExit(f"{path}: {answer.status} {found[:300].decode(errors='replace')}")
         return found
