@@ -96,7 +96,8 @@ async def small(client: Client, partition: str, until: float) -> tuple[int, int]
     """Put, claim and acknowledge one row, again and again, `LOOPS` of it at once."""
 
     async def loop() -> int:
-        columns, operations = {"tokens": [np.arange(64, dtype=np.int32)], "reward": [1.0]}, 0
+        columns: dict[str, list[Any]] = {"tokens": [np.arange(64, dtype=np.int32)], "reward": [1.0]}
+        operations = 0
         while time.perf_counter() < until:
             await client.put(0, columns, partition=partition)
             await client.acknowledge(await client.claim("train", Want(rows=1), partition=partition))
