@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import shutil
 import socket
 import struct
 import time
@@ -208,7 +209,10 @@ def segment_servers(plan: StorePlan, nodes: Sequence[str]) -> Any:
 
 def local_nodes(num: int, seconds: float, *, is_near: bool) -> tuple[list[Work], dict[str, float]]:
     nodes = [f"node{number}" for number in range(num)]
-    plan = make_plan(TASKS, capacity_bytes=num * NODE_BYTES, node="head")
+    place = segment_folder("bench", "head").parent
+    capacity = min(num * NODE_BYTES, shutil.disk_usage(place).free // 4)
+    say(f"segments in {place}, at most {capacity >> 20} MiB of them with rows")
+    plan = make_plan(TASKS, capacity_bytes=capacity, node="head")
     with SharedStore(plan) as store, segment_servers(plan, nodes) as pids:
         time.sleep(0.5)  # they connect
         shift = 0 if is_near else 1
