@@ -182,4 +182,4 @@ def test_a_bound_that_cannot_be_is_refused_with_what_to_set(tmp_path: Path) -> N
         with pytest.raises(ValueError, match="above 0 and finite"):
             StoreConfig(memory_gb=wrong)
     with pytest.raises(StoreError, match=r"Set store\.spill_folder to a folder that exists"):
-        link_disk(tmp_path / "memory", tmp_path / "missing")
+        make_plan(TASKS, memory_bytes=1, spill=str(tmp_path / "missing"))
