@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ray", action="store_true", help="--nodes are of a Ray cluster on this machine")
     parser.add("--clients", [], kind=_numbers, help="operations/s of the coordinator with this many clients: 1,2,4,8")
     parser.add("--shards", [1], kind=_numbers, help="--clients of stores of this many coordinators: 1,2,4")
-    parser.add("--seconds", 4.0, smoke=0.2, help="of each measurement of nodes and clients")
+    parser.add("--seconds", 3.0, smoke=0.2, help="of each measurement of nodes and clients")
     options = parser.parse(argv)
     if options.nodes or options.clients:
         rows = node_rows(options.nodes, options.seconds, on_ray=options.ray)

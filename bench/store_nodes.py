@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import shutil
 import socket
 import struct
 import time
@@ -96,7 +97,8 @@ async def small(client: Client, partition: str, until: float) -> tuple[int, int]
     """Put, claim and acknowledge one row, again and again, `LOOPS` of it at once."""
 
     async def loop() -> int:
-        columns, operations = {"tokens": [np.arange(64, dtype=np.int32)], "reward": [1.0]}, 0
+        columns: dict[str, list[Any]] = {"tokens": [np.arange(64, dtype=np.int32)], "reward": [1.0]}
+        operations = 0
         while time.perf_counter() < until:
             await client.put(0, columns, partition=partition)
             await client.acknowledge(await client.claim("train", Want(rows=1), partition=partition))
@@ -207,7 +209,10 @@ def segment_servers(plan: StorePlan, nodes: Sequence[str]) -> Any:
 
 def local_nodes(num: int, seconds: float, *, is_near: bool) -> tuple[list[Work], dict[str, float]]:
     nodes = [f"node{number}" for number in range(num)]
-    plan = make_plan(TASKS, capacity_bytes=num * NODE_BYTES, node="head")
+    place = segment_folder("bench", "head").parent
+    capacity = min(num * NODE_BYTES, shutil.disk_usage(place).free // 4)
+    say(f"segments in {place}, at most {capacity >> 20} MiB of them with rows")
+    plan = make_plan(TASKS, capacity_bytes=capacity, node="head")
     with SharedStore(plan) as store, segment_servers(plan, nodes) as pids:
         time.sleep(0.5)  # they connect
         shift = 0 if is_near else 1

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,14 +49,11 @@ async def started(tasks: Mapping[str, Reads], **more: Any) -> AsyncIterator[Shar
 class TestSharedStore(StoreSuite):
     """A coordinator for each test, and one client."""
 
-    plan: ClassVar[dict[str, Any]] = {}
-
     @asynccontextmanager
     async def open(
         self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
     ) -> AsyncIterator[Store]:
-        limits = {"capacity_rows": capacity_rows, "capacity_bytes": capacity_bytes}
-        async with started(tasks, **limits, **self.plan) as shared:
+        async with started(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes) as shared:
             store = await shared.connect("the tests")
             try:
                 yield store
@@ -64,20 +61,16 @@ class TestSharedStore(StoreSuite):
                 await store.close()
 
 
-class TestSpillingStore(TestSharedStore):
-    """All its rows are on disk."""
-
-    plan: ClassVar = {"memory_bytes": 1}
-
-
 class TestShardedStore(StoreSuite):
-    """Two coordinators; the partitions of a test are in both."""
+    """Two coordinators, which have the partitions of a test, and all rows on disk."""
+
+    beside = "other"
 
     @asynccontextmanager
     async def open(
         self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
     ) -> AsyncIterator[Store]:
-        limits = {"capacity_rows": capacity_rows, "capacity_bytes": capacity_bytes}
+        limits = {"capacity_rows": capacity_rows, "capacity_bytes": capacity_bytes, "memory_bytes": 1}
         async with started(tasks, **limits) as first, started(tasks, **limits, shard=1) as second:
             store = await ShardedClient.connect([first.address, second.address])
             try:

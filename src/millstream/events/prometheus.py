@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from msgspec import UNSET
 
 from millstream.events.bottleneck import TimeUse
+from millstream.events.depths import StoreNow, WaitNow
 from millstream.events.metrics import StepMetrics, is_step, metric_key
 from millstream.events.types import (
     CheckpointFailed,
@@ -40,8 +41,6 @@ from millstream.events.types import (
     Stalled,
     Status,
     Stepped,
-    StoreNow,
-    WaitNow,
     Warned,
     WeightsLoaded,
 )

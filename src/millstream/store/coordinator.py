@@ -130,8 +130,7 @@ class Coordinator:
         except StoreError as error:
             answer = failure_of(error)
         except Exception as error:  # a bug: answer with the error, and restart from the journal
-            session.answer(number, wire.RequestFailed("StoreError", f"the coordinator failed: {error!r}"))
-            _crash(error)
+            _crash(error, session, number, f"the coordinator failed: {error!r}")
         if answer is not None:
             session.answer(number, answer)
         if self._journal.is_long:
@@ -242,12 +241,9 @@ class Coordinator:
         try:
             self._journal.append(JournalRecord(client, number, now, change))
         except Exception as error:  # such as a full disk
-            session, folder = self.sessions.by_name.get(client), self._plan.journal
-            if session is not None:
-                hint = "Free space on that disk, or set TMPDIR to a folder of another one and start again"
-                failed = f'the store cannot write its journal in "{folder}": {error}. {hint}'
-                session.answer(number, wire.RequestFailed("StoreError", failed))
-            _crash(error)
+            hint = "Free space on that disk, or set TMPDIR to a folder of another one and start again"
+            failed = f'the store cannot write its journal in "{self._plan.journal}": {error}. {hint}'
+            _crash(error, self.sessions.by_name.get(client), number, failed)
 
     def _apply(self, change: Change, now: float) -> wire.ReplyBody:
         if isinstance(change, LoseNode):
@@ -428,7 +424,11 @@ class Coordinator:
         self._journal.rewrite(JournalRecord("", 0, self._clock.now(), state))
 
 
-def _crash(error: Exception) -> NoReturn:
-    """The table may be half changed, or ahead of the journal: end, and be restarted from the journal."""
+def _crash(error: Exception, session: ClientSession | None = None, number: int = 0, why: str = "") -> NoReturn:
+    """The table may be half changed, or ahead of the journal: end, and be restarted from the journal. `session`: the client
+    whose request it was, and is told why."""
+    if session is not None and session.connection is not None:
+        session.answer(number, wire.RequestFailed("StoreError", why))
+        session.connection.flush()
     traceback.print_exception(error)
     os._exit(os.EX_SOFTWARE)

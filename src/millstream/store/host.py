@@ -26,7 +26,7 @@ from millstream.retry import BackOff
 from millstream.store.base import Reads
 from millstream.store.client import Address, StoreClient
 from millstream.store.coordinator import Coordinator, StorePlan
-from millstream.store.segments import remove_segments, segment_folder, segment_folders
+from millstream.store.segments import link_disk, remove_segments, segment_folder, segment_folders
 from millstream.store.sessions import DISCONNECT_S
 from millstream.store.sharded import ShardedClient
 
@@ -51,19 +51,23 @@ def make_plan(
     shard: int = 0,
 ) -> StorePlan:
     """`folder`: of the journal; by default a temporary one. `memory_bytes`: of each node; further rows are on disk, in `spill`,
-    by default the folder for temporary files."""
+    by default the folder for temporary files. Raises `StoreError` if that cannot be written."""
     name = secrets.token_hex(6)
+    memory = segment_folder(name, node)
+    if memory_bytes is not None:
+        spill = spill or tempfile.gettempdir()
+        link_disk(memory, Path(spill))
     return StorePlan(
         tasks=dict(tasks),
         capacity_rows=capacity_rows,
         capacity_bytes=capacity_bytes,
         memory_bytes=memory_bytes,
-        spill=spill or (None if memory_bytes is None else tempfile.gettempdir()),
+        spill=spill,
         host=host,
         port=_free_port(host),
         token=secrets.token_hex(16),
         node=node,
-        memory=str(segment_folder(name, node)),
+        memory=str(memory),
         journal=str(folder or folders.make(STORES, _remove_memory, name=name)),
         is_temporary=folder is None,
         disconnect_s=disconnect_s,

@@ -178,7 +178,7 @@ class Segments:
 
 
 def _no_space(error: OSError, segment: Segment, folder: Path) -> StoreError:
-    found = f'no segment of {segment.size} bytes in "{folder}": {error.strerror}'
+    found = f'no segment of {segment.size} bytes in "{folder.resolve()}": {error.strerror}'
     if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         return StoreError(found)
     if segment.is_on_disk:
