@@ -191,7 +191,7 @@ class RandomRollouts:
         self._words = words
 
     async def rollout(self, context: Context) -> float:
-        rng = random.Random(context.seed)
+        latencies, rng = random.Random(context.seed), random.Random(context.seed + 1)
         fails_at = rng.randrange(self._turns) if rng.random() < self._failures else None
         assert isinstance(context.task.prompt, str)
         tokens: Sequence[int] = context.text.opening(context.task.prompt)
@@ -202,7 +202,7 @@ class RandomRollouts:
             if turn == fails_at:
                 raise RuntimeError("the environment failed, as one in fifty does")
             if self._latency_s:
-                latency_s = min(log_normal(rng, self._latency_s, LATENCY_SIGMA), MAX_LATENCY_S)
+                latency_s = min(log_normal(latencies, self._latency_s, LATENCY_SIGMA), MAX_LATENCY_S)
                 await context.waiting("its environment's step", asyncio.sleep(latency_s))
             tokens = [rng.randrange(FIRST_WORD, self._words) for _ in range(OBSERVED_TOKENS)]
         return rng.random()
@@ -214,7 +214,7 @@ class RandomRollouts:
 
 
 def log_normal(rng: random.Random, mean: float, sigma: float) -> float:
-    return math.exp(rng.gauss(math.log(mean) - sigma**2 / 2, sigma))
+    return rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
 
 
 def word(number: int) -> str:

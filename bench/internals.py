@@ -35,6 +35,7 @@ from millstream.env.sandbox.keepers import WALLS, SandboxBroken
 from millstream.env.sandbox.pool import SandboxPool
 from millstream.env.sandbox.programs import ProgramSandbox, what_is_contained
 from millstream.env.sandbox.walled import WalledSandbox
+from millstream.errors import StoreTimeout
 from millstream.events import EventSink, Status
 from millstream.events.bias import BiasReport, bias_report
 from millstream.events.bottleneck import bottleneck_of
@@ -73,9 +74,13 @@ from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, Success, by_prompt, longer_is_harder
 from millstream.sim.learner import SimLearner, SimScorer
 from millstream.store import Reads, Want
-from millstream.store.host import SharedStore, make_plan
+from millstream.store.client import Address as StoreAddress
+from millstream.store.client import StoreClient
+from millstream.store.coordinator import StorePlan
+from millstream.store.host import ShardedStore, SharedStore, make_plan
 from millstream.store.memory import MemoryStore
-from millstream.store.segments import segment_folder
+from millstream.store.segments import SegmentServer, SegmentServerAgent, segment_folder
+from millstream.store.sharded import ShardedClient, shard_of
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
 from report import ROOT

@@ -4,14 +4,15 @@ Lengths: `gsm8k_lengths.txt`, 8 answers of SmolLM2-135M-Instruct to each of 32 p
 prompt explains: one-way analysis of variance. Simulated: the production pipeline on the virtual clock; rollouts have these
 lengths; 8 prompts of 8 a step, 4 steps an epoch, the first epoch (in which nothing is known) not counted. Then the same with
 log-normal lengths (mean 300, sigma 1) of which the prompt explains a given share. For real: a tiny model on this machine copies
-words of different lengths, with longest first on and off in turn. What is trained: means of the tokens and of the rewards of
-trained rollouts, and the bias report of each run.
+words of different lengths (after one warm-up for all runs, at a learning rate that changes nothing), with longest first on and
+off in turn. What is trained: means of the tokens and of the rewards of trained rollouts, and the bias report of each run.
 
     .venv/bin/python bench/longest_first.py [--json] [--smoke] [--steps 16] [--seeds 3] [--real-steps 16] [--repeat 3]
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from internals import MemorySink, bias_report, costs_of, recipe, simulate
 from millstream import train
-from millstream.events import Event, GroupTaken, RolloutEnded, Stepped
+from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, Stepped
 from report import ROOT, Options, Row, alone, cost, publish, say
 
 LENGTHS = ROOT / "bench/gsm8k_lengths.txt"
@@ -31,7 +32,16 @@ GROUPS = 8
 MEMBERS = 8
 SHARES = (0.1, 0.3, 0.6, 0.9)
 EPOCH = PROMPTS // GROUPS  # steps
-ON, OFF = "longest first", "in the order of admission"
+OFF = "in the order of admission"
+OF_RECORDS = (
+    "data.toy=",
+    "data.passed=true",
+    "data.holdout=1",
+    f"rollout.group_size={MEMBERS}",
+    "rollout.max_tokens=96",
+    "model.tiny.context=192",
+    "evaluation=",
+)
 
 
 class Case(NamedTuple):
@@ -140,32 +150,68 @@ def records(num: int) -> list[dict[str, str]]:
     return [{"prompt": f"{word}>", "answer": word} for word in words]
 
 
-def real(steps: int, seed: int, max_lag: int, *, is_on: bool, is_smoke: bool) -> Found:
+def make_model(folder: Path, *, is_smoke: bool) -> str:
+    """The tiny model after a warm-up on these records. All runs begin with it."""
+    changes = (
+        f"run_dir={folder}/warm",
+        *OF_RECORDS,
+        "pipeline.steps=1",
+        "pipeline.groups_per_step=1",
+        "learner.learning_rate=1e-30",
+        "warmup.max_steps=2" if is_smoke else "warmup.max_steps=400",
+        "warmup.stop_at=0.9",
+    )
+    train(recipe("demo", *changes), data=records(PROMPTS + 1), progress=False)
+    return f"{folder}/warm/model"
+
+
+def real(model: str, run_dir: Path, steps: int, seed: int, max_lag: int, *, is_on: bool) -> list[Event]:
     sink = MemorySink()
+    config = recipe(
+        "demo",
+        f"seed={seed}",
+        f"run_dir={run_dir}",
+        *OF_RECORDS,
+        "warmup=",
+        "model.tiny=",
+        f"model.path={model}",
+        "learner.learning_rate=1e-7",
+        f"pipeline.longest_first={is_on}".lower(),
+        "pipeline.lockstep=false",
+        "pipeline.filter_zero_signal=false",
+        f"pipeline.max_lag={max_lag}",
+        f"pipeline.steps={steps}",
+        f"pipeline.groups_per_step={GROUPS}",
+        "engine.slots=16",
+    )
+    train(config, data=records(PROMPTS + 1), sinks=[sink], progress=False)
+    return sink.events
+
+
+def lengths_in(events: Sequence[Event]) -> list[list[int]]:
+    """By prompt, as many of each."""
+    tasks = {event.group_id: event.task_id for event in events if isinstance(event, GroupAdmitted)}
+    found: dict[str, list[int]] = {}
+    for event in events:
+        if isinstance(event, RolloutEnded):
+            found.setdefault(tasks[event.group_id], []).append(event.num_sampled)
+    fewest = min(map(len, found.values()))
+    return [lengths[:fewest] for lengths in found.values()]
+
+
+def for_real(steps: int, repeat: int, *, is_smoke: bool) -> list[Row]:
+    rows: list[Row] = []
+    first = min(EPOCH, steps - 1)
     with tempfile.TemporaryDirectory() as folder:
-        config = recipe(
-            "demo",
-            f"seed={seed}",
-            f"run_dir={folder}/run",
-            "data.toy=",
-            "data.passed=true",
-            "data.holdout=1",
-            f"pipeline.longest_first={is_on}".lower(),
-            "pipeline.lockstep=false",
-            "pipeline.filter_zero_signal=false",
-            f"pipeline.max_lag={max_lag}",
-            f"pipeline.steps={steps}",
-            f"pipeline.groups_per_step={GROUPS}",
-            f"rollout.group_size={MEMBERS}",
-            "rollout.max_tokens=96",
-            "model.tiny.context=192",
-            "engine.slots=16",
-            "warmup.max_steps=2" if is_smoke else "warmup.max_steps=400",
-            "warmup.stop_at=0.9",
-            "evaluation=",
-        )
-        train(config, data=records(PROMPTS + 1), sinks=[sink], progress=False)
-    return found_in(sink.events, min(EPOCH, steps - 1))
+        model, number = make_model(Path(folder), is_smoke=is_smoke), itertools.count()
+        for max_lag in (1,) if is_smoke else (0, 1):
+            name, on, off = f"for real: tiny model, 16 slots, max_lag {max_lag}", list[Found](), list[Found]()
+            for seed, (is_on, found) in itertools.product(range(repeat), ((True, on), (False, off))):
+                events = real(model, Path(folder) / f"run-{next(number)}", steps, seed, max_lag, is_on=is_on)
+                found.append(found_in(events, first))
+            rows += rows_of(name, "seconds a step", on, off)
+            rows.append(alone(name, "share of the variance that the prompt explains", explained(lengths_in(events))))
+    return rows
 
 
 # ---- the rows --------------------------------------------------------------------------------------------------------------
@@ -217,13 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_lengths(path := Path(folder) / "lengths.txt", share)
             for case in SWEEP:
                 rows += compare(f"log-normal, {share:.0%} explained: {case}", case, path)
-    for max_lag in (1,) if options.smoke else (0, 1):
-        pairs = [
-            [real(options.real_steps, seed, max_lag, is_on=is_on, is_smoke=options.smoke) for is_on in (True, False)]
-            for seed in range(options.repeat)
-        ]
-        on, off = zip(*pairs, strict=True)
-        rows += rows_of(f"for real: tiny model, 16 slots, max_lag {max_lag}", "seconds a step", on, off)
+    rows += for_real(options.real_steps, options.repeat, is_smoke=options.smoke)
     publish(rows, options)
 
 

@@ -2,11 +2,16 @@
 measured.
 
 A config is a change of the base: another ratio, batch size, length or reward latency. `--device cpu`: the demo, from its model
-after the warm-up, at a learning rate that changes nothing. `--device gpu`: the 474M load of `bench/end_to_end.py` on one GPU,
-with a learner that is not compiled. The base is trained once and calibrated (`millstream calibrate`); its own row is the error
-of the fit. Every config is trained `--repeat` times, in turn; measured is from the end of the warm-up steps to the last step,
-the median counts. A config is then simulated with the costs of that one calibration; of the config only its own settings, and
-the latency of its reward, are known.
+after the warm-up, at a learning rate that changes nothing. `--device gpu`: the 474M model of `bench/end_to_end.py` on one GPU,
+with a learner that is not compiled; lengths are log-normal (mean 670, sigma 0.9, at most 4,096). The base is trained once and
+calibrated (`millstream calibrate`); its own row is the error of the fit. Every config is trained `--repeat` times, in turn;
+measured is from the end of the warm-up steps to the last step, the median counts. A config is then simulated with the costs of
+that one calibration; of the config only its own settings, the latency of its reward and the number of its steps are known.
+
+A few steps are as long as their longest rollouts happen to be. So that this luck is the same on both sides, all runs have one
+seed: a simulated rollout that the base had too has the length that it had there (`kind = "run"`), and as many steps are
+simulated as were measured. On the GPU lengths and latencies are imposed, by the rollout's seed. On the CPU the model decides,
+with the same random numbers, and latencies are drawn again.
 
 The two halves can be done on two machines: `--measure FILE` writes the events of all runs to an archive (written again after
 every run), `--predict FILE` reads it and prints the table.
@@ -49,6 +54,7 @@ from internals import (
 )
 from millstream import MillstreamError, RunConfig, train
 from millstream.errors import Stopped
+from millstream.events import Stepped
 from report import Options, Row, alone, not_measured, publish, rate, say
 
 BASE = "calibration"
@@ -84,12 +90,12 @@ class Index(Struct, frozen=True, kw_only=True):
 
 def trials(device: str, *, is_smoke: bool) -> list[Trial]:
     """The base first. All of them differ from it in something that it does not show."""
-    reward = DrawConfig(kind="lognormal", mean=0.01 if is_smoke else 0.3 if device == "cpu" else 4.0, sigma=1.0)
+    reward = DrawConfig(kind="lognormal", mean=0.01 if is_smoke else 0.3 if device == "cpu" else 2.0, sigma=1.0)
     if device == "gpu":
-        small, large, short = 4, 16, 1024
+        small, large, cut = 4, 16, ("rollout.max_tokens=1024", "environment.0.args.max_tokens=1024")
         slow = f"environment.0.args.latency_s={reward.mean}"
     else:
-        small, large, short = 4, 64, 4
+        small, large, cut = 4, 64, ("rollout.max_tokens=4",)
         args = f"args={{mean_s={reward.mean}, sigma={reward.sigma}}}"
         slow = f"reward=[{{function='{run_parts.HERE}:late_match', {args}}}]"
     found = [
@@ -98,7 +104,7 @@ def trials(device: str, *, is_smoke: bool) -> list[Trial]:
         Trial(name="max_lag 1", changes=("pipeline.max_lag=1",)),
         Trial(name="small batch", changes=(f"pipeline.groups_per_step={small}",)),
         Trial(name="large batch, max_lag 1", changes=(f"pipeline.groups_per_step={large}", "pipeline.max_lag=1")),
-        Trial(name="short", changes=(f"rollout.max_tokens={short}", "pipeline.filter_zero_signal=false")),
+        Trial(name="short", changes=(*cut, "pipeline.filter_zero_signal=false")),
         Trial(name="slow reward, max_lag 1", changes=(slow, "pipeline.max_lag=1"), latency_s=reward),
     ]
     return [found[0], found[1], found[-1]] if is_smoke else found
@@ -110,7 +116,9 @@ def trials(device: str, *, is_smoke: bool) -> list[Trial]:
 def base_of(device: str, folder: Path, *, is_smoke: bool) -> Callable[[Path, Sequence[str]], RunConfig]:
     """The config of a run in this folder, with these changes of the base. Makes the model that all runs begin with."""
     if device == "gpu":
-        workload = SMOKE_WORKLOADS["tiny-geometric-4"] if is_smoke else WORKLOADS["474M-geometric-64"]
+        whole = WORKLOADS["474M-log-normal-64"]
+        moderate = structs.replace(whole, max_tokens=4096, context=4608, mean_tokens=670.0, sigma=0.9)
+        workload = SMOKE_WORKLOADS["tiny-log-normal-4"] if is_smoke else moderate
         model = make_model(workload.shape, workload.context, folder)
         sources = Sources(model=model, prompts=write_prompts(workload, folder))
         plain = "learner.compile=false"  # nothing waits for a compiler
@@ -205,24 +213,25 @@ def predict(folder: Path, index: Index, steps: int) -> list[Prediction]:
 
 
 def predict_one(folder: Path, runs: Sequence[Measured], sim: SimConfig, steps: int) -> Prediction:
-    trial, warm_steps, real, rollouts = runs[0].trial, runs[0].warm_steps, list[float](), list[float]()
+    """`steps`: simulated ones after the warm-up; 0: as many as were measured."""
+    trial, warm_steps, real, counts, rollouts = runs[0].trial, runs[0].warm_steps, list[float](), list[int](), 0.0
     for run in runs:
         events = list(read_history(folder / run.folder / "events.jsonl"))
         figures = measured(events, warm_steps)
         real.append(figures["rollouts_per_s"])
-        rollouts.append(real[-1] * (figures["step_ends"][-1] - figures["step_ends"][warm_steps - 1]))
-        rollouts[-1] /= len(figures["step_ends"]) - warm_steps
-    config = as_it_ran(load(folder / runs[0].folder / "config.toml", RunConfig), events, warm_steps + steps)
+        counts.append(len(figures["step_ends"]))
+        seconds = figures["step_ends"][-1] - figures["step_ends"][warm_steps - 1]
+        rollouts += real[-1] * seconds / (counts[-1] - warm_steps) / len(runs)
+    last = warm_steps + steps if steps else statistics.median_low(counts)
+    config = load(folder / runs[0].folder / "config.toml", RunConfig)
+    ahead = math.ceil(config.pipeline.max_lag)  # steps at the end, when the engines have less and less to do
     if trial.latency_s is not None:
         latency_s = added(trial.latency_s, sim.environment.latency_s)
         sim = structs.replace(sim, environment=structs.replace(sim.environment, latency_s=latency_s))
-    simulated = measured(simulate(config, sim).events, warm_steps)
-    return Prediction(
-        name=trial.name,
-        rollouts=statistics.mean(rollouts),
-        real_per_s=real,
-        predicted_per_s=simulated["rollouts_per_s"],
-    )
+    simulated = simulate(as_it_ran(config, events, last + ahead), sim).events
+    ends = [number for number, event in enumerate(simulated, 1) if isinstance(event, Stepped)]
+    predicted = measured(simulated[: ends[last - 1]], warm_steps)["rollouts_per_s"]
+    return Prediction(name=trial.name, rollouts=rollouts, real_per_s=real, predicted_per_s=predicted)
 
 
 def added(latency_s: DrawConfig, base: DrawConfig) -> DrawConfig:
@@ -267,7 +276,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--warm", 0, smoke=1, help="steps before the measured ones; 0: two more than max_lag")
     parser.add("--limit", 90.0, smoke=60.0, help="seconds after which a run ends with what it has")
     parser.add("--repeat", 3, smoke=1, help="runs of every config but the base")
-    parser.add("--simulated", 100, smoke=10, help="simulated steps of a config")
+    parser.add(
+        "--simulated", 0, smoke=10, help="simulated steps of a config, after the warm-up; 0: those that were measured"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of every run")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="only measure, and write this archive (.tar.gz)")
     parser.add_argument("--predict", type=Path, metavar="FILE", help="only predict what this archive has measured")

@@ -4,6 +4,8 @@ Both run on a local Ray cluster with writers and readers in processes of their o
 (`store_sides.py`). What runs in one process only (`memory`) has no peer.
 
     make bench-store        or:   .venv/bin/python bench/store.py [--json] [--smoke] [--repeat 5] [--quick]
+
+With `--nodes 1,2,4,8` or `--clients 1,2,4,8` only what `store_nodes.py` measures, which needs neither Ray nor TransferQueue.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from internals import MemoryStore, Reads, Want
 from report import ROOT, Options, Row, alone, not_measured, publish, say
 from report import cost as report_cost
 from report import rate as report_rate
+from store_nodes import coordinator_rows, node_rows
 
 if TYPE_CHECKING:
     from store_sides import Sizes
@@ -169,8 +172,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--repeat", 5, smoke=1)
     parser.add("--rows", 1024, smoke=8)
     parser.add_argument("--quick", action="store_true", help="not a million resident rows")
+    parser.add("--nodes", [], kind=_numbers, help="payload bandwidth against this many nodes: 1,2,4,8")
+    parser.add_argument("--ray", action="store_true", help="--nodes are of a Ray cluster on this machine")
+    parser.add("--clients", [], kind=_numbers, help="operations/s of the coordinator with this many clients: 1,2,4,8")
+    parser.add("--shards", [1], kind=_numbers, help="--clients of stores of this many coordinators: 1,2,4")
+    parser.add("--seconds", 3.0, smoke=0.2, help="of each measurement of nodes and clients")
     options = parser.parse(argv)
-    publish([*on_ray(options), *memory_rows(100 if options.smoke else 1)], options)
+    if options.nodes or options.clients:
+        rows = node_rows(options.nodes, options.seconds, on_ray=options.ray)
+        publish([*rows, *coordinator_rows(options.clients, options.shards, options.seconds)], options)
+        return
+    rows = [*on_ray(options), *memory_rows(100 if options.smoke else 1)]
+    if options.smoke:
+        rows += [*node_rows([2], options.seconds, on_ray=False), *coordinator_rows([1], [2], options.seconds)]
+    publish(rows, options)
+
+
+def _numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The training service beside the learner that it drives: what HTTP, the journal and the event log add to a training step, and
-what two clients get who train adapters on one base.
+"""The training service beside the trainer that it drives: what HTTP, the journal and the event log add to a training step, what
+two clients get who train adapters on one base, and what one gets while another has 200 requests in the queue.
 
-A step is a forward_backward with `cross_entropy` and an optim_step on adapters. *Directly*: the learner, in this process, with
-rows that are ready. *Over HTTP*: `millstream serve-training` in a process of its own, one step after the other, each from the
-client's bytes to the bytes of both results; *in flight*: four steps ahead of the results, as clients do. Model and rows are the
+A step is a forward_backward with `cross_entropy` and an optim_step on adapters. *Directly*: the trainer, in this process, with
+rows that are ready. *Over HTTP*: `millstream serve-training` in a process of its own, one request after the other, from the
+bytes of a request to those of its result; *in flight*: four steps ahead of the results, as clients do. Model and rows are the
 same; the model has random weights.
 
     .venv/bin/python bench/training_service.py [--json] [--smoke] [--shape 474M --device cuda] [--rows 64] [--tokens 512]
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +52,22 @@ from report import ROOT, Options, Row, alone, cost, publish, rate, say
 KEYS = ("tml-one", "tml-two")
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 IN_FLIGHT = 4
+IDLE_S = 2.0  # a connection that was not used for longer is not used again
 WARM_UP = 3
+GREEDY_STEPS = 100  # that a greedy client asks for at once
+
+
+class StepTimes(NamedTuple):
+    """Seconds, medians."""
+
+    forward_backward: float
+    step: float  # with the optimizer step
+
+
+def medians(times: Sequence[tuple[float, float, float]]) -> StepTimes:
+    """Of each step: when it began, when its pass was done, when it was done."""
+    passes, steps = zip(*((passed - began, done - began) for began, passed, done in times), strict=True)
+    return StepTimes(statistics.median(passes), statistics.median(steps))
 
 
 def data_of(rows: int, tokens: int, words: int) -> bytes:
@@ -68,27 +83,27 @@ def data_of(rows: int, tokens: int, words: int) -> bytes:
     return made + write_field(4, "cross_entropy")
 
 
-def directly(folder: Path, options: argparse.Namespace, data: bytes) -> float:
-    """Seconds of a step, the median."""
+def directly(folder: Path, options: argparse.Namespace, data: bytes) -> StepTimes:
     model, tokenizer = build_model(ModelConfig(path=str(folder), device=options.device), seed=0)
     engine = EngineConfig(slots=8, process=False)
     base = base_of(model, tokenizer, name="base", path=str(folder), engine=engine, learner=LearnerConfig())
     targets = tuple(sorted(base.attention_layers + base.mlp_layers))
-    learner = base.make_learner(LoraConfig(rank=options.rank, targets=targets), 0)
+    trainer = base.make_trainer(LoraConfig(rank=options.rank, targets=targets), 0)
     kind, loss = loss_named("cross_entropy", {})
     limits = DataLimits(base.vocabulary, base.context)
     rows = [row_of(number, datum, kind, limits) for number, datum in enumerate(read_pass(data).data)]
     adam = AdamSettings(ADAM["learning_rate"], ADAM["beta1"], ADAM["beta2"], ADAM["eps"], 0.0, float("inf"))
 
-    async def measure() -> float:
+    async def measure() -> StepTimes:
         times = []
         for _ in range(WARM_UP + options.steps):
             began = time.perf_counter()
-            await learner.forward_backward(rows, loss)
-            await learner.step_with(adam)
-            times.append(time.perf_counter() - began)
-        await learner.close()
-        return statistics.median(times[WARM_UP:])
+            await trainer.forward_backward(rows, loss)
+            passed = time.perf_counter()
+            await trainer.step_with(adam)
+            times.append((began, passed, time.perf_counter()))
+        await trainer.close()
+        return medians(times[WARM_UP:])
 
     return asyncio.run(measure())
 
@@ -100,6 +115,7 @@ class Client:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         self._key = key
         self._number = 0
+        self._used_at = time.monotonic()
         session = self._post("create_session", {})["session_id"]
         made = {
             "session_id": session,
@@ -110,9 +126,12 @@ class Client:
         self._model = self._post("create_model", made)["model_id"]
 
     def _send(self, path: str, body: bytes, kind: str) -> bytes:
+        if time.monotonic() - self._used_at > IDLE_S:
+            self._connection.close()  # the service may have closed it, too; the request opens it again
         self._connection.request("POST", f"/api/v1/{path}", body, {"x-api-key": self._key, "content-type": kind})
         answer = self._connection.getresponse()
         found = answer.read()
+        self._used_at = time.monotonic()
         if answer.status != 200:
             raise SystemExit(f"{path}: {answer.status} {found[:300].decode(errors='replace')}")
         return found
@@ -120,36 +139,48 @@ class Client:
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         return json.loads(self._send(path, json.dumps(body).encode(), "application/json"))
 
-    def ask(self, data: bytes) -> list[str]:
-        """A step: the ids of its two results."""
-        head = write_field(1, self._model) + write_field(2, self._number + 1)
-        passed = json.loads(self._send("forward_backward", head + data, "application/x-protobuf"))
-        self._number += 2
+    def ask_pass(self, data: bytes) -> str:
+        """The id of its result."""
+        self._number += 1
+        head = write_field(1, self._model) + write_field(2, self._number)
+        asked: str = json.loads(self._send("forward_backward", head + data, "application/x-protobuf"))["request_id"]
+        return asked
+
+    def ask_step(self) -> str:
+        self._number += 1
         step = {"model_id": self._model, "seq_id": self._number, "adam_params": ADAM}
-        return [passed["request_id"], self._post("optim_step", step)["request_id"]]
+        asked: str = self._post("optim_step", step)["request_id"]
+        return asked
 
-    def wait(self, names: list[str]) -> None:
-        for name in names:
-            body = json.dumps({"request_id": name}).encode()
-            while (found := self._send("retrieve_future", body, "application/json")).startswith(b'{"type":"try_again"'):
-                pass
-            if found.startswith(b'{"error"'):
-                raise SystemExit(found.decode())
+    def wait(self, name: str) -> None:
+        body = json.dumps({"request_id": name}).encode()
+        while (found := self._send("retrieve_future", body, "application/json")).startswith(b'{"type":"try_again"'):
+            pass
+        if found.startswith(b'{"error"'):
+            raise SystemExit(found.decode())
 
-    def step_s(self, data: bytes, steps: int) -> float:
-        """One after the other: the median."""
+    def measure(self, data: bytes, steps: int, warm_up: int = WARM_UP) -> StepTimes:
+        """One request after the other."""
         times = []
-        for _ in range(WARM_UP + steps):
+        for _ in range(warm_up + steps):
             began = time.perf_counter()
-            self.wait(self.ask(data))
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[WARM_UP:])
+            self.wait(self.ask_pass(data))
+            passed = time.perf_counter()
+            self.wait(self.ask_step())
+            times.append((began, passed, time.perf_counter()))
+        return medians(times[warm_up:])
+
+    def ask(self, data: bytes, steps: int) -> None:
+        """Without waiting for a result."""
+        for _ in range(steps):
+            self.ask_pass(data)
+            self.ask_step()
 
     def train(self, data: bytes, steps: int) -> None:
-        waiting: deque[list[str]] = deque()
+        waiting: deque[str] = deque()
         for _ in range(steps):
-            waiting.append(self.ask(data))
-            if len(waiting) == IN_FLIGHT:
+            waiting += [self.ask_pass(data), self.ask_step()]
+            while len(waiting) > 2 * (IN_FLIGHT - 1):
                 self.wait(waiting.popleft())
         while waiting:
             self.wait(waiting.popleft())
@@ -195,20 +226,31 @@ def measure(options: argparse.Namespace) -> list[Row]:
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
         words = [f"w{number}" for number in range(shape.words - 3)]
         save_model(model_of(config_of(shape), device=options.device, dtype=dtype), word_tokenizer(words), folder)
-        learner_s = directly(folder, options, data)
-        say(f"directly: {1000 * learner_s:.2f} ms a step")
+        own = directly(folder, options, data)
+        say(f"directly: {1000 * own.step:.2f} ms a step")
         with serving(folder, Path(name) / "service", options.device) as port:
             one, two = (Client(port, key, options.rank) for key in KEYS)
-            service_s = one.step_s(data, options.steps)
-            two.step_s(data, 1)
+            served = one.measure(data, options.steps)
+            two.measure(data, 1)
             single = steps_per_s([one], data, options.steps)
             both = steps_per_s([one, two], data, options.steps)
-    peer, overhead = "the learner, called directly", 100 * (service_s / learner_s - 1)
+            one.ask(data, GREEDY_STEPS)
+            beside = two.measure(data, 5, warm_up=1)
+    peer, overhead = "the trainer, called directly", 100 * (served.forward_backward / own.forward_backward - 1)
+    passes = 1000 * served.forward_backward, peer, 1000 * own.forward_backward
     return [
-        cost(what, "a step over HTTP, ms", 1000 * service_s, peer, 1000 * learner_s),
-        alone(what, "what the service adds to a step, %", overhead, digits=1),
-        cost(what, f"a step over HTTP with {IN_FLIGHT} in flight, ms", 1000 / single, peer, 1000 * learner_s),
+        cost(what, "a forward_backward over HTTP, ms", *passes),
+        alone(what, "what the service adds to a forward_backward, %", overhead, digits=1),
+        cost(what, "a step over HTTP, ms", 1000 * served.step, peer, 1000 * own.step),
+        cost(what, f"a step over HTTP with {IN_FLIGHT} in flight, ms", 1000 / single, peer, 1000 * own.step),
         rate(what, "steps/s of two clients together", both, "one client", single),
+        cost(
+            what,
+            f"a step while another client has {2 * GREEDY_STEPS} requests in the queue, ms",
+            1000 * beside.step,
+            "the same client, alone",
+            1000 * served.step,
+        ),
     ]
 
 

@@ -1,7 +1,7 @@
 """A learner of your own in 60 lines: plain torch, which trains for a run that it connects to (docs/outside.md).
 
     millstream train CONFIG --set learner.kind=outside
-    python examples/foreign_learner.py http://127.0.0.1:7077 FOLDER     FOLDER: where the run can read the weights
+    python examples/foreign_learner.py http://127.0.0.1:7077
 
 It may be killed at any time: the batch that it had goes to the next one, which begins with the weights of the batch's version.
 """
@@ -52,11 +52,12 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Lease, temperatur
     return {"loss": total}
 
 
-def main(url: str, folder: Path) -> None:
+def main(url: str) -> None:
     torch.set_num_threads(1)
     version = -1  # of `model`
     with OutsideClient(url, token=os.environ.get("MILLSTREAM_TOKEN")) as client:
-        temperature = client.init_engine()["sampling"]["temperature"]
+        run = client.init_engine()
+        temperature, folder = run["sampling"]["temperature"], Path(run["publish_in"]) / str(os.getpid())
         while True:
             batch = client.get_experience(wait_s=10)
             if batch is None:
@@ -75,6 +76,6 @@ def main(url: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], Path(sys.argv[2]).resolve())
+        main(sys.argv[1])
     except StreamEnded:
         print("the run is over")

@@ -18,6 +18,7 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from millstream.rpc.forkserver import SOCKET_VARIABLE, import_variables
+from millstream.run import garbage
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, print_blob=True
@@ -68,9 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What test modules have imported stays: no garbage collection looks at it again, those of pytest at its end included."""
+    """What test modules have imported stays: no garbage collection looks at it again, those of pytest at its end included. It
+    is counted once, and not by every run."""
     gc.collect()
     gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    garbage.count_frozen = lambda: num_frozen
 
 
 @pytest.hookimpl(wrapper=True)

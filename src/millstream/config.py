@@ -123,7 +123,7 @@ def _line_of(pattern: re.Pattern[str], text: str) -> str:
 
 def convert(data: Mapping[str, Any], kind: type[C], *, where: str) -> C:
     """Raises `ConfigError` for the first of its problems, with the next ones as notes."""
-    found = list(itertools.islice(problems(data, kind, "", list(_paths(kind))), MAX_PROBLEMS))
+    found = list(itertools.islice(problems(data, kind, "", _paths(kind)), MAX_PROBLEMS))
     if found:
         refused = ConfigError(f"{where}: {found[0]}")
         for other in found[1:]:
@@ -150,7 +150,7 @@ def _override(data: dict[str, Any], override: str, kind: type[Struct]) -> None:
         raise ConfigError(f"--set {shown(override)}: expected KEY=VALUE, such as --set pipeline.max_lag=2")
     keys, what = path.strip().split("."), f"--set {shown(override)}"
     if not value.strip():
-        for problem in problems(_nested(keys), kind, "", list(_paths(kind))):
+        for problem in problems(_nested(keys), kind, "", _paths(kind)):
             raise ConfigError(f"{what}: {problem}")
         _unset(data, keys)
         return
@@ -309,13 +309,15 @@ def _fields(kind: type[Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)
 
 
-def _paths(kind: type[Struct], place: str = "") -> Iterator[str]:
+@functools.cache
+def _paths(kind: type[Struct]) -> tuple[str, ...]:
     """Every key there is, as `--set` names it."""
+    found: list[str] = []
     for field in _fields(kind):
-        yield f"{place}{field.name}"
         number = "0." if get_origin(field.type) is tuple else ""
-        for struct in dict.fromkeys(_structs(field.type)):
-            yield from _paths(struct, f"{place}{field.name}.{number}")
+        inner = [path for struct in dict.fromkeys(_structs(field.type)) for path in _paths(struct)]
+        found += [field.name, *(f"{field.name}.{number}{path}" for path in inner)]
+    return tuple(found)
 
 
 def _suggest(key: str, fields: Mapping[str, Any], paths: Sequence[str]) -> str:
@@ -351,31 +353,32 @@ def to_toml(config: Struct) -> str:
 
 
 def _written(data: dict[str, Any], where: str) -> str:
-    import tomlkit  # a tenth of a second, and most commands write no config
-    from tomlkit.exceptions import TOMLKitError
+    from tomlkit.exceptions import TOMLKitError  # a tenth of a second, and most commands write no config
+    from tomlkit.items import SingleKey, item
 
-    def fill(table: Any, values: Mapping[str, Any], place: str) -> Any:
-        for key, value in sorted(values.items(), key=lambda item: _is_table(item[1])):  # tables come last in TOML
+    def fill(values: Mapping[str, Any], header: str, place: str) -> Iterator[str]:
+        for key, value in sorted(values.items(), key=lambda entry: _is_table(entry[1])):  # tables come last in TOML
             if not isinstance(key, str) or not _is_text(key):
                 raise ConfigError(f"{where}: {place}{shown(key)}: expected a text as the key")
+            name = SingleKey(key).as_string()
             if isinstance(value, dict):
-                table.add(key, fill(tomlkit.table(), value, f"{place}{key}."))
+                yield f"\n[{header}{name}]"
+                yield from fill(value, f"{header}{name}.", f"{place}{key}.")
             elif _is_table(value):
-                table.add(key, tomlkit.aot())
-                for index, item in enumerate(value):
-                    table[key].append(fill(tomlkit.table(), item, f"{place}{key}[{index}]."))
+                for index, table in enumerate(value):
+                    yield f"\n[[{header}{name}]]"
+                    yield from fill(table, f"{header}{name}.", f"{place}{key}[{index}].")
             elif value is None:
-                table.add(tomlkit.comment(f"{_quoted(key)} = (unset)"))
+                yield f"# {name} = (unset)"
             else:
                 try:
-                    item = tomlkit.item(value)
-                    item.as_string().encode()
-                    table.add(key, item)
+                    text = item(value).as_string()
+                    text.encode()
                 except (ValueError, TOMLKitError) as error:
                     raise ConfigError(f"{where}: {place}{_quoted(key)} = {shown(value)}: {error}") from error
-        return table
+                yield f"{name} = {text}"
 
-    return tomlkit.dumps(fill(tomlkit.document(), data, "")).strip() + "\n"
+    return "\n".join(fill(data, "", "")).strip() + "\n"
 
 
 def _is_table(value: Any) -> bool:

@@ -179,6 +179,11 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     returns: Floats | None = None  # what the critic is to expect. None: there is none.
     label: str = ""  # what to call it where something is wrong with it
 
+    @property
+    def num_shared(self) -> int:
+        """The length of its prompt, which other rows may share: all tokens before the first trained one. 0: none is trained."""
+        return int(self.loss_mask.argmax())
+
 
 class FinishedGroup(Struct, frozen=True, kw_only=True, eq=False):
     """A group as a filter of the user's own sees it (`pipeline.filter`): its rollouts that did not fail, in the order of

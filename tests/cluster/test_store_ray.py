@@ -107,10 +107,18 @@ def test_twenty_kills_of_a_coordinator_that_ray_starts_again_lose_nothing(cluste
     store.close()
 
 
-def test_a_node_that_leaves_takes_what_lived_there_alone_and_the_store_says_which_rows(cluster: Cluster) -> None:
+def num_files(folder: Path) -> int:
+    return len(list(folder.glob("*/*")))
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 1])
+def test_a_node_that_leaves_takes_what_lived_there_alone_and_the_store_says_which_rows(
+    cluster: Cluster, tmp_path: Path, memory_bytes: int | None
+) -> None:
+    """In memory, and with all rows on disk."""
     node = cluster.add_node(num_cpus=1, resources={"far": 1}, object_store_memory=MEMORY)
     cluster.wait_for_nodes()
-    store = RayStore(TASKS)
+    store = RayStore(TASKS, memory_bytes=memory_bytes, spill=None if memory_bytes is None else str(tmp_path))
 
     async def program() -> None:
         client = await store.connect()
@@ -118,6 +126,7 @@ def test_a_node_that_leaves_takes_what_lived_there_alone_and_the_store_says_whic
         here = list(await client.put([1, 2], {"tokens": [np.full(50_000, key, np.int64) for key in (1, 2)]}))
         there = await far.put.remote(store.plan, [3, 4, 5], 50_000)
         small = await far.put.remote(store.plan, [6], 10)
+        assert num_files(tmp_path) == (0 if memory_bytes is None else 3), "a file for each put"
         assert await far.read.remote(store.plan, 6) == [
             (1, 50_000),
             (2, 50_000),

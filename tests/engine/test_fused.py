@@ -25,7 +25,7 @@ from millstream.events import PathChosen
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.learner.path import learner_path
-from millstream.learner.torch import save_trained
+from millstream.learner.trainer import save_trained
 from millstream.model import compare
 from millstream.model.adapters import add_adapters, copy_of, merged, trained_weights
 from millstream.model.load import load_model, load_weights, new_model

@@ -7,6 +7,8 @@ import json
 import re
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from millstream.events import (
     CheckpointSealed,
@@ -17,12 +19,14 @@ from millstream.events import (
     FindingMade,
     GroupAdmitted,
     GroupTaken,
+    PartitionNow,
     ReplicaLeft,
     RolloutEnded,
     RolloutFailed,
     Span,
     Status,
     Stepped,
+    StoreNow,
     WaitNow,
     WeightsLoaded,
 )
@@ -47,6 +51,14 @@ STATUS = Status(
     ],
     loop_s=5.0,
     loop_lag_s=0.25,
+    store=StoreNow(
+        bytes=900,
+        spilled_bytes=500,
+        claims_waiting={"train": 2},
+        puts_waiting=0,
+        operations={"put": 7},
+        partitions={"train": PartitionNow(rows=4, bytes=900, tasks={"train": {"ready": 3, "leased": 1}})},
+    ),
 )
 SAMPLE = re.compile(r'^([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
 
@@ -132,6 +144,17 @@ def test_what_a_simulated_run_does_not_have_is_counted_as_well() -> None:
         )
     )
     assert {name: values[name] for name in OTHERS} == OTHERS
+
+
+def test_the_store_is_counted_by_partition_and_task_and_a_partition_that_is_gone_has_no_sample() -> None:
+    assert STATUS.store is not UNSET
+    values = samples_in(text_of([STATUS]))
+    assert values["millstream_store_spilled_bytes"] == 500 and values["millstream_store_bytes"] == 900
+    assert values['millstream_store_task_rows{partition="train",task="train",state="ready"}'] == 3
+    assert values['millstream_store_claims_waiting{task="train"}'] == 2
+    assert values['millstream_store_operations_total{operation="put"}'] == 7
+    gone = replace(STATUS, store=replace(STATUS.store, partitions={}))
+    assert not [name for name in samples_in(text_of([STATUS, gone])) if "partition" in name]
 
 
 def test_the_numbers_are_those_of_the_events_and_of_the_metrics_rows() -> None:

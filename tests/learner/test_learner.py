@@ -24,7 +24,8 @@ from millstream.learner.packing import Packer
 from millstream.learner.rank import rows_to_fill
 from millstream.learner.rows import RowTensors, share_prompts
 from millstream.learner.scorer import TorchScorer
-from millstream.learner.torch import TorchLearner, save_trained
+from millstream.learner.torch import TorchLearner
+from millstream.learner.trainer import save_trained
 from millstream.model.finite import names_not_finite
 from millstream.objective import LossInputs, TokenLoss
 from millstream.types import Metrics, TrainRow

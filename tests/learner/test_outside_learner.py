@@ -4,8 +4,10 @@ weights, and takes each version once, from a batch that was claimed, with weight
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,11 @@ class Folder:
     def open(self) -> tuple[OutsideLearner, OfferedBatches]:
         batches = OfferedBatches()
         learner = OutsideLearner(
-            make("qwen3"), batches, write=self.write, on_published=lambda *new: self.announced.append(new)
+            make("qwen3"),
+            batches,
+            offered=self.path,
+            write=self.write,
+            on_published=lambda *new: self.announced.append(new),
         )
         return learner, batches
 
@@ -112,6 +118,29 @@ async def begun(learner: OutsideLearner) -> asyncio.Task[Any]:
     return asyncio.create_task(learner.step())
 
 
+def strange_paths(offered: Path, sound: Path) -> Iterator[tuple[str, str]]:
+    """Paths that a program may name, and why each is refused. `sound`: weights that would be taken."""
+    for name in ("empty", "pipe", "link"):
+        (offered / name).mkdir()
+    (offered / "torn.safetensors").write_bytes(b"torn")
+    os.mkfifo(offered / "pipe" / "model.safetensors")
+    outside = Path(tempfile.mkdtemp()) / "model.safetensors"
+    shutil.copy(sound, outside)
+    (offered / "link" / "model.safetensors").symlink_to(outside)
+    (offered / "out").symlink_to(outside.parent)
+    yield "nowhere", "expected an absolute path"
+    yield f"{sound}\0", "expected an absolute path"
+    yield str(offered / "nowhere"), "cannot be read"
+    yield str(offered / "empty"), "no file ends in"
+    yield str(offered / "torn.safetensors"), "cannot be read"
+    yield str(offered / "pipe"), "is not a regular file"
+    yield str(offered / "pipe" / "model.safetensors"), "is not a regular file"
+    yield str(offered / "link"), "is not a regular file"
+    for where in (outside, offered / "out", offered / ".." / outside.parent.name, Path("/dev/zero"), offered.parent):
+        yield str(where), "is not within"
+    shutil.rmtree(outside.parent)
+
+
 def test_publications_that_are_wrong_are_refused_by_name_and_change_nothing(tmp_path: Path) -> None:
     async def program(learner: OutsideLearner, batches: OfferedBatches, folder: Folder) -> None:
         await learner.ready()
@@ -131,15 +160,20 @@ def test_publications_that_are_wrong_are_refused_by_name_and_change_nothing(tmp_
         for wrong, why in (
             (short, f"malformed: .* has no {name}"),
             (weights | {name: weights[name][:1].clone()}, f"malformed: {name} .* expected"),
+            (weights | {name: weights[name].to(torch.int32)}, f"malformed: {name} .* I32"),
             (weights | {name: weights[name].clone().fill_(float("nan"))}, "not finite"),
         ):
             with pytest.raises(StoreError, match=why):
                 await learner.publish(1, folder.write(9, wrong), {})
-        (tmp_path / "empty").mkdir()
-        (tmp_path / "torn.safetensors").write_bytes(b"torn")
-        for where in ("nowhere", str(tmp_path / "empty"), str(tmp_path / "torn.safetensors")):
-            with pytest.raises(StoreError, match="malformed"):
+        for where, why in strange_paths(tmp_path, Path(sound)):
+            with pytest.raises(StoreError, match=f"malformed: .*{why}"):
                 await learner.publish(1, where, {})
+        for metrics, why in (
+            ({"micro_batch_tokens": float("nan")}, "is the run's own"),
+            (dict.fromkeys(map(str, range(300)), 0.0), "300 metrics"),
+        ):
+            with pytest.raises(StoreError, match=f"malformed: .*{why}"):
+                await learner.publish(1, sound, metrics)
         for version, why in ((0, "twice"), (2, "wrong version: 2, expected 1")):
             with pytest.raises(StoreError, match=why):
                 await learner.publish(version, sound, {})
@@ -178,5 +212,25 @@ def test_the_batch_of_a_learner_that_dies_goes_to_the_next_and_is_trained_once(t
         await learner.publish(2, where, {})  # no other program has claimed it meanwhile
         await stepping
         assert slow.group_id == 1 and (await batches.stats()).rows == 0
+
+    run(program, tmp_path)
+
+
+def test_a_publication_whose_batch_cannot_be_ended_changes_nothing(tmp_path: Path) -> None:
+    async def program(learner: OutsideLearner, batches: OfferedBatches, folder: Folder) -> None:
+        stepping = await begun(learner)
+        await batches.claim(TRAIN)
+        before = flat_weights(await learner.weights())
+        other = {name: tensor + 1 for name, tensor in (await learner.weights()).items()}
+
+        async def fails(version: int) -> None:
+            raise StreamEnded("the run is over")
+
+        batches.end = fails  # type: ignore[method-assign]
+        with pytest.raises(StreamEnded):
+            await learner.publish(1, folder.write(1, other), {})
+        assert learner.version == 0 and not stepping.done()
+        assert (flat_weights(await learner.weights()) == before).all()
+        stepping.cancel()
 
     run(program, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable
 
@@ -48,6 +49,15 @@ def test_no_class_outside_testing_has_more_methods_than_the_limit(tree: house.Tr
 def test_no_file_is_longer_than_the_limit(tree: house.Tree) -> None:
     found = house.files_over(tree, MAX_FILE_LINES)
     assert not found, listed(f"{len(found)} files have more than {MAX_FILE_LINES} lines:", found)
+
+
+def test_the_path_of_a_group_can_be_read_in_one_sitting() -> None:
+    """`Pipeline` has the loops and nothing else: what builds, captures or decides is in files of its own."""
+    text = (house.SOURCE / "pipeline/pipeline.py").read_text()
+    pipeline = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    methods = [node for node in pipeline.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    attributes = set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", text))
+    assert len(text.splitlines()) <= 400 and len(methods) <= 25 and len(attributes) <= 20, sorted(attributes)
 
 
 def test_no_test_imports_from_a_test(tree: house.Tree) -> None:

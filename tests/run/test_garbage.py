@@ -19,7 +19,8 @@ class Node:
 
 
 @pytest.fixture
-def nothing_frozen():  # type: ignore[no-untyped-def]
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(garbage, "count_frozen", gc.get_freeze_count)
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     yield

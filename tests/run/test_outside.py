@@ -111,11 +111,11 @@ def test_a_foreign_learner_trains_for_a_run_and_no_batch_is_lost_or_trained_twic
     with training(run_dir, keys) as (process, url), OutsideClient(url) as client:
         dead = client.get_experience(wait_s=60)  # a program that dies with the first batch
         assert dead is not None and dead.group_id == 0 and len(dead) == 8
-        with outside("foreign_learner.py", url, tmp_path / "first") as first:
+        with outside("foreign_learner.py", url) as first:
             until(lambda: steps_of(run_dir) >= 2, process)
             first.send_signal(signal.SIGKILL)
             assert first.wait(20) == -signal.SIGKILL
-        with outside("foreign_learner.py", url, tmp_path / "second") as second:
+        with outside("foreign_learner.py", url) as second:
             ended(process)
             assert "the run is over" in ended(second)
     events = check_run(run_dir)
@@ -130,7 +130,7 @@ def test_a_run_that_has_both_outside_and_is_killed_itself_is_resumed(tmp_path: P
     for attempt in range(2):
         words = resume_command(run_dir) if attempt else command(run_dir, SHORT | keys)
         with started(run_dir, words) as (process, url):
-            engine, learner = outside("foreign_engine.py", url), outside("foreign_learner.py", url, tmp_path / "w")
+            engine, learner = outside("foreign_engine.py", url), outside("foreign_learner.py", url)
             with engine as sampling, learner as learning:
                 if attempt:
                     ended(process)

@@ -25,7 +25,7 @@ from millstream.run.changes import rule_of
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import resume_command
-from millstream.run.own_parts import BUILT_IN, KEYS, with_passed
+from millstream.run.own_parts import BUILT_IN, KEYS, checked_own_parts, with_passed
 from millstream.run.simulate import costs_of, simulate
 from millstream.types import Fate, FinishedGroup, Task
 from support.runs import assert_clean, step_rows
@@ -68,6 +68,9 @@ def by_length(group, rest=0):
 class Game:
     def reset(self, task, seed): ...
     def step(self, action): ...
+
+def first_one(tasks, seed):
+    return iter([tasks[0]])
 
 class Engine:
     def __init__(self, context): ...
@@ -254,6 +257,13 @@ def test_a_part_that_is_not_there_or_does_not_fit_is_found_by_the_check(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(config(folder, *SMALL, *settings))
+
+
+def test_a_sampler_is_not_called_by_the_check_and_may_need_tasks(folder: Path) -> None:
+    found = config(folder, *SMALL, "data.sampler=mine.py:first_one")
+    assert f"checked: the sampler {found.data.sampler} is there" in list(checked_own_parts(found))
+    with pytest.raises(ConfigError, match="does not fit first_one"):
+        list(checked_own_parts(config(folder, *SMALL, "data.sampler=mine.py:first_one", "data.sampler_args={x=1}")))
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,18 @@ from support.runs import ROOT, command, steps_of, until
 SMALL = {"pipeline.steps": 2, "data.size": 100, "rollout.max_tokens": 8, "checkpoint.every_steps": 1}
 
 
-def test_with_max_lag_0_two_workers_give_the_weights_of_a_run_without_workers_bit_for_bit(tmp_path: Path) -> None:
+def test_with_max_lag_0_two_workers_with_rows_on_disk_give_the_weights_of_a_plain_run_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     weights = []
-    for workers in (0, 2):
-        run_dir = tmp_path / str(workers) / "run"
-        done = run_command(command(run_dir, SMALL | {"pipeline.max_lag": 0, "rollout.workers": workers}))
+    for changes in ({}, {"rollout.workers": 2, "store.memory_gb": 1e-9, "store.spill_folder": tmp_path}):
+        run_dir = tmp_path / str(len(changes)) / "run"
+        done = run_command(command(run_dir, SMALL | {"pipeline.max_lag": 0} | changes))
         assert done.returncode == 0, done.stdout + done.stderr
         assert audit(run_dir).is_clean
         weights.append((run_dir / "model/model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+    assert not list(tmp_path.glob("*-disk")), "the files of rows are removed"
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_with_a_clean_audit(tmp_path: Path) -> None:

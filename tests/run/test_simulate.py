@@ -241,6 +241,24 @@ def test_lengths_are_of_a_file_or_of_a_past_run(tmp_path: Path) -> None:
         assert {event.num_sampled for event in events if type(event).__name__ == "RolloutEnded"} == {7, 9}
 
 
+def test_a_rollout_that_the_past_run_had_too_has_the_length_that_it_had_there(tmp_path: Path) -> None:
+    settings = (
+        "sim.lengths.mean=",
+        "sim.lengths.sigma=",
+        "sim.lengths.kind=run",
+        f"sim.lengths.path={tmp_path / 'run'}",
+    )
+
+    def lengths(events: list[Event]) -> dict[tuple[int, int], int]:
+        return {(event.group_id, event.member): event.num_sampled for event in of(events, RolloutEnded)}
+
+    first = lengths(simulated(out=tmp_path / "run"))
+    again = lengths(simulated(*settings, "pipeline.max_lag=3"))
+    assert len({*first.values()}) > 5
+    assert first.items() <= again.items(), "and it has more groups"
+    assert lengths(simulated(*settings, "seed=1")) != first
+
+
 def test_prompts_of_a_file_come_in_epochs_and_keep_their_lengths(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("# three prompts\n7 8\n90\n300 301\n")
     file = ("sim.lengths.kind=prompts", f"sim.lengths.path={tmp_path / 'lengths.txt'}")

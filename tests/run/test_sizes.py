@@ -23,7 +23,7 @@ from millstream.engine import EngineConfig
 from millstream.events import MicroBatchLowered, SizesChosen, Warned
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner import CriticConfig, LearnerConfig, ReferenceConfig
-from millstream.learner.packing import num_tokens
+from millstream.learner.packing import num_computed
 from millstream.learner.rank import Rank
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
@@ -332,7 +332,7 @@ def test_a_learner_that_runs_out_of_memory_says_so_in_one_event_and_the_run_ends
     add, limit = Rank._add, 40
 
     def failing(self: Rank, rows: Sequence[TrainRow]) -> None:
-        if num_tokens(rows) > limit:
+        if num_computed(rows) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory (a test)")
         add(self, rows)
 

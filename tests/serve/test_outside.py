@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,15 @@ import pytest
 
 from millstream.clock import RealClock
 from millstream.engine.outside import OutsideEngine
-from millstream.errors import StoreError
+from millstream.errors import ConfigError, StoreError
 from millstream.events.sinks import MemorySink
+from millstream.serve.http import BodyReader
+from millstream.serve.listen import listening_at
 from millstream.serve.outside import OutsideService
-from millstream.serve.store.service import StoreServiceConfig, store_app
+from millstream.serve.store import client as client_module
+from millstream.serve.store.bodies import NewWeights
+from millstream.serve.store.client import HttpStore
+from millstream.serve.store.service import StoreServiceConfig, WeightsNotices, sections_app, store_app
 from millstream.serve.store.verbs import OutsideClient
 from millstream.store import Reads
 from millstream.store.memory import MemoryStore
@@ -144,6 +150,43 @@ def test_the_verbs_of_asyncflow_work_with_a_store_that_has_no_run() -> None:
         client.notify_weights(1, "/checkpoints/1", {"loss": 0.5})
         newest = client.wait_for_weights(after=0)
         assert newest is not None and (newest.version, newest.where) == (1, "/checkpoints/1")
+
+
+def test_a_publication_may_take_longer_than_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    async def check(new: NewWeights) -> None:
+        await asyncio.sleep(0.5)
+        taken.append(new.version)
+
+    def make() -> tuple[Any, Any]:
+        async def close() -> None: ...
+
+        bodies = BodyReader(max_body_bytes=1 << 20, max_wait_s=1.0)
+        return sections_app([], WeightsNotices(bodies, check), SERVICE, token=None), close
+
+    async def publish(url: str) -> None:
+        async with HttpStore(url, poll_s=0.0) as store:
+            await store.notify_weights(1, "/v1")
+
+    monkeypatch.setattr(client_module, "ANSWER_S", 0.1)
+    with serving(make) as url:
+        asyncio.run(publish(url))
+    assert taken == [1]
+
+
+def test_a_port_that_is_taken_is_answered_with_the_key_that_sets_it() -> None:
+    async def listen(port: int) -> None:
+        app = store_app(MemoryStore({"train": Reads(("tokens",))}), SERVICE)
+        limits = {"max_requests": 1, "limits": SERVICE.http, "token": None}
+        async with listening_at(app, "127.0.0.1", port, port_option="outside.port", **limits):  # type: ignore[arg-type]
+            pass
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match=r"Choose another outside\.port"),
+    ):
+        asyncio.run(listen(taken.getsockname()[1]))
 
 
 def test_the_example_of_the_page_works() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from millstream.audit import audit_service
 from millstream.model.load import save_model
 from millstream.run.build import build_model
 from millstream.run.config import ModelConfig, TinyConfig
@@ -74,6 +75,8 @@ def test_a_service_that_is_killed_under_load_loses_no_acknowledged_step_and_repe
     client = threading.Thread(target=lambda: ends.append(train(f"http://127.0.0.1:{port}", ledger)))
     client.start()
     moments, num_kills = random.Random(0), 0
+    while client.is_alive() and not ledger:  # the client does not repeat `create_model` for as long as a restart takes
+        time.sleep(0.05)
     while client.is_alive() and num_kills < NUM_KILLS:
         time.sleep(moments.uniform(0.2, 2.0))
         command.send_signal(signal.SIGKILL)
@@ -87,3 +90,5 @@ def test_a_service_that_is_killed_under_load_loses_no_acknowledged_step_and_repe
     command.wait()
     assert ledger == undisturbed == [float(version) for version in range(1, NUM_STEPS + 1)]
     assert ends == [expected] and num_kills == NUM_KILLS
+    found = audit_service(tmp_path / "kept")
+    assert found.is_clean, found.findings

@@ -13,9 +13,9 @@ import torch
 
 from millstream.algo.recipe import supervised
 from millstream.learner import LearnerConfig
-from millstream.learner.direct import DirectLearner, DirectRow
 from millstream.learner.optimizer import AdamSettings
 from millstream.learner.torch import TorchLearner
+from millstream.learner.trainer import DirectRow, Trainer
 from millstream.model.adapters import add_adapters, trained_weights
 from millstream.model.lora import LoraConfig
 from millstream.serve.http import HttpError
@@ -115,7 +115,7 @@ def test_every_loss_of_the_client_is_here_or_refused_by_name() -> None:
 def test_losses_log_probabilities_and_gradients_are_those_of_plain_torch(name: str, num_targets: int) -> None:
     model, rows = adapted(), direct_rows(name, num_targets=num_targets)
     twin = copy.deepcopy(model)
-    learner = DirectLearner(model, LearnerConfig(micro_batch_tokens=22), supervised())  # two passes
+    learner = Trainer(model, LearnerConfig(micro_batch_tokens=22), supervised())  # two passes
     _, loss = loss_named(name, SETTINGS.get(name, {}))
 
     async def scores() -> Any:
@@ -135,7 +135,7 @@ def test_losses_log_probabilities_and_gradients_are_those_of_plain_torch(name: s
 def test_a_step_is_that_of_torch_with_the_settings_of_the_request() -> None:
     model, rows = adapted(), direct_rows("cross_entropy")
     twin = copy.deepcopy(model)
-    learner = DirectLearner(model, LearnerConfig(), supervised())
+    learner = Trainer(model, LearnerConfig(), supervised())
     _, loss = loss_named("cross_entropy", {})
     own = torch.optim.AdamW(list(trained_weights(twin).values()))
     for step, clip in enumerate((float("inf"), 0.5)):
@@ -175,7 +175,7 @@ def test_a_pass_adds_the_gradient_that_a_learner_of_rows_adds() -> None:
         advantages=np.append(0, row.advantages).astype(np.float32),
     )
     direct, usual = (
-        DirectLearner(model, LearnerConfig(), supervised()),
+        Trainer(model, LearnerConfig(), supervised()),
         TorchLearner(twin, LearnerConfig(), supervised()),
     )
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from millstream.learner.direct import DirectRow
 from millstream.learner.optimizer import AdamSettings
+from millstream.learner.trainer import DirectRow
+from millstream.serve.training import models
 from millstream.serve.training.base import BaseModel
 from millstream.serve.training.bodies import LoraBody
 from millstream.serve.training.journal import CheckpointInfo, read_json_file, write_json
@@ -56,7 +57,7 @@ def test_training_gives_the_numbers_of_the_learner_called_directly(url: str, bas
     client, texts = trainer(url), [TEXT, TEXT[2:], TEXT[:5]]
     results = [step(client, [datum(text) for text in texts]) for _ in range(3)]
     shape = shape_of(LoraBody(rank=4), base)
-    learner, (_, loss) = base.make_learner(shape, 1), loss_named("cross_entropy", {})
+    learner, (_, loss) = base.make_trainer(shape, 1), loss_named("cross_entropy", {})
     rows = [
         DirectRow(
             tokens=np.array(text[:-1], np.int32),
@@ -286,7 +287,12 @@ def test_what_was_acknowledged_is_there_after_a_crash_at_any_moment(base: BaseMo
             assert again.headers["content-type"] == "application/x-protobuf" and expected in again.content
 
 
-def test_a_model_that_was_unloaded_comes_back_with_its_gradient(base: BaseModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_bytes", [models.MAX_JOURNAL_BYTES, 0])
+def test_a_model_that_was_unloaded_comes_back_with_its_gradient(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int
+) -> None:
+    """From the journal, and from snapshots that are taken after every request."""
+    monkeypatch.setattr(models, "MAX_JOURNAL_BYTES", max_bytes)
     with listening(tmp_path, base=base, max_models=1) as url:
         alone = trainer(url, seed=7)
         for _ in range(2):
@@ -300,6 +306,36 @@ def test_a_model_that_was_unloaded_comes_back_with_its_gradient(base: BaseModel,
             client.optim_step(types.AdamParams(**ADAM)).result()
         assert logprobs_of(one, TEXT) == logprobs_of(two, TEXT) == expected
         service.close("success").result()
+    assert any(tmp_path.glob("models/*/snapshot-*")) == (max_bytes == 0)
+
+
+def test_passes_without_a_step_do_not_make_the_journal_longer(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "MAX_JOURNAL_BYTES", 4096)
+    with listening(tmp_path, base=base) as url:
+        client = trainer(url)
+        for _ in range(40):
+            client.forward_backward([datum(TEXT)], "cross_entropy").result()
+    (model,) = (tmp_path / "models").iterdir()
+    sizes = {path.name: path.stat().st_size for path in model.glob("journal-*")}
+    assert "journal-0" not in sizes and sum(sizes.values()) < 3 * 4096
+
+
+def test_a_sampler_whose_weights_were_overwritten_is_refused_and_never_gives_others(url: str) -> None:
+    client = trainer(url)
+    service = client_of(url)
+    path = client.save_weights_for_sampler("same").result().path
+    before = service.create_sampling_client(model_path=path)
+    step(client, [datum(TEXT)])
+    body = {"model_id": client.model_id, "path": "same", "overwrite": True, "seq_id": client._request_id_counter + 1}
+    with httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": KEY}, trust_env=False, timeout=60) as raw:
+        asked = raw.post("save_weights_for_sampler", json=body).json()["request_id"]
+        assert raw.post("retrieve_future", json={"request_id": asked}).json()["path"] == path
+    with pytest.raises(tinker.RequestFailedError, match="version 0, were overwritten by version 1"):
+        before.sample(prompt_of(TEXT), num_samples=1, sampling_params=types.SamplingParams(max_tokens=2)).result()
+    after = service.create_sampling_client(model_path=path)
+    after.sample(prompt_of(TEXT), num_samples=1, sampling_params=types.SamplingParams(max_tokens=2)).result()
 
 
 def test_checkpoints_are_listed_and_expire(base: BaseModel, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from millstream.clock import VirtualClock, run_virtual
 from millstream.errors import StoreError
 from millstream.store import Lease, Reads, Store, Want
-from millstream.store.host import SharedStore, make_plan
+from millstream.store.host import ShardedStore, SharedStore, make_plan
 from millstream.store.memory import MemoryStore
+from millstream.store.sharded import ShardedClient, shard_of
 from millstream.testing.store import GROUPS, MIXED, ROWS, StoreSuite, put_group, put_values, stop, values_now
 from support.store_load import ForkedStore
 
@@ -60,6 +61,54 @@ class TestSharedStore(StoreSuite):
                 await store.close()
 
 
+class TestShardedStore(StoreSuite):
+    """Two coordinators, which have the partitions of a test, and all rows on disk."""
+
+    beside = "other"
+
+    @asynccontextmanager
+    async def open(
+        self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
+    ) -> AsyncIterator[Store]:
+        limits = {"capacity_rows": capacity_rows, "capacity_bytes": capacity_bytes, "memory_bytes": 1}
+        async with started(tasks, **limits) as first, started(tasks, **limits, shard=1) as second:
+            store = await ShardedClient.connect([first.address, second.address])
+            try:
+                yield store
+            finally:
+                await store.close()
+
+
+def test_partitions_are_on_several_coordinators_and_one_that_is_killed_delays_only_its_own() -> None:
+    async def program() -> None:
+        with ShardedStore(ROWS, 2, disconnect_s=0.2) as shared:
+            store = await shared.connect()
+            names = {shard_of(f"{number}", 2): f"{number}" for number in range(8)}
+            ids = {shard: await put_values(store, [shard], partition=name) for shard, name in names.items()}
+            assert not set(ids[0]) & set(ids[1])
+            with pytest.raises(StoreError, match="write those of each partition apart"):
+                await store.write([*ids[0], *ids[1]], {"late": [0, 1]})
+            shared.shards[0].process.kill()
+            for shard in (1, 0):
+                await store.write(ids[shard], {"late": [shard]})
+                lease = await store.claim("read", Want(rows=1), partition=names[shard])
+                assert (lease["value"], lease["late"]) == ([shard], [shard])
+                await store.acknowledge(lease, step=3)
+                assert await store.rewind("read", 2, partition=names[shard]) == 1
+            saved = await store.snapshot(partition=names[0])
+            with pytest.raises(StoreError, match="of another coordinator"):
+                await store.restore(saved, partition=names[1])
+            stats = await store.stats()
+            assert stats.rows == 2 and set(stats.by_partition) == set(names.values())
+            rows = await store.stage({"value": [np.arange(3)]}, partition=names[1])
+            await store.put_staged(7, rows, partition=names[1])
+            store.drop_staged(await store.stage({"value": [np.arange(3)]}, partition=names[0]))
+            assert (await store.stats()).rows == 3
+            await store.close()
+
+    asyncio.run(program())
+
+
 def test_the_rows_of_a_consumer_that_is_gone_go_to_another_and_what_it_wrote_stays() -> None:
     async def program() -> None:
         async with started(ROWS) as shared:
@@ -81,6 +130,25 @@ def test_the_rows_of_a_consumer_that_is_gone_go_to_another_and_what_it_wrote_sta
             await second.acknowledge(again)
             assert (await second.stats()).bytes == 0
             await second.close()
+
+    asyncio.run(program())
+
+
+def test_bytes_and_operations_are_counted_by_partition_also_after_a_kill() -> None:
+    async def program() -> None:
+        async with started(ROWS) as shared:
+            store = await shared.connect()
+            (first,) = await put_values(store, [np.zeros(20_000)])
+            await put_values(store, ["b"], partition="other")
+            await store.write([first], {"late": [np.zeros(20_000)]})
+            await store.acknowledge(await store.claim("read", Want(rows=1), partition="other"))
+            shared.process.kill()
+            stats = await store.stats()
+            assert stats.operations == {"put": 2, "write": 1, "claim": 1, "acknowledge": 1}
+            assert stats.by_partition["train"].bytes == stats.bytes > 320_000
+            assert list(stats.by_partition) == ["train"]
+            assert stats.by_partition["train"].by_stage["read"]["ready"] == 1
+            await store.close()
 
     asyncio.run(program())
 

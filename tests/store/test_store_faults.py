@@ -24,8 +24,9 @@ KILLS = 20
 
 
 @pytest.fixture
-def store() -> Iterator[SharedStore]:
-    with ForkedStore(make_plan(TASKS, capacity_rows=400, disconnect_s=0.3)) as running:
+def store(request: pytest.FixtureRequest) -> Iterator[SharedStore]:
+    bound = getattr(request, "param", None)
+    with ForkedStore(make_plan(TASKS, capacity_rows=400, memory_bytes=bound, disconnect_s=0.3)) as running:
         yield running
 
 
@@ -35,10 +36,15 @@ async def until_it_serves(store: SharedStore) -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("victim", ["a producer or a consumer with a lease", "the coordinator"])
+@pytest.mark.parametrize(
+    ("victim", "store"),
+    [("a producer or a consumer with a lease", None), ("the coordinator", 2_000_000)],
+    indirect=["store"],
+)
 def test_twenty_kills_under_load_lose_nothing_and_repeat_nothing(
     victim: str, store: SharedStore, tmp_path: Path
 ) -> None:
+    """In memory, and with some rows in memory and most on disk."""
     crew, rng = ProcessGroup(store, tmp_path), random.Random(victim)
     time.sleep(0.3)
     for _ in range(KILLS):

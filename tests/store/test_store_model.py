@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from millstream.clock import VirtualClock, run_virtual
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
 from millstream.store import Lease, Saved, Store, Want
-from millstream.store.host import SharedStore, make_plan
+from millstream.store.host import ShardedStore, SharedStore, make_plan
 from millstream.store.memory import MemoryStore
+from millstream.store.sharded import ShardedClient, shard_of
 from support.store_load import ForkedStore
 from support.store_model import GROUP_TASKS, TASKS, Model, Refused, Row
 
@@ -375,10 +376,52 @@ class ShortJournalMachine(SharedMachine):
     kind = ShortJournal
 
 
+class Sharded(Running):
+    """Two coordinators."""
+
+    def __init__(self) -> None:
+        super().__init__(ForkedStore)
+        self._second = tempfile.TemporaryDirectory()
+        plan = make_plan(TASKS, folder=Path(self._second.name), disconnect_s=20.0, shard=1)
+        self.shards = [self.shared, ForkedStore(plan)]
+        clients = [self.client, self.loop.run_until_complete(self.shards[1].connect("the model"))]
+        self.client = ShardedClient(clients)  # type: ignore[assignment, arg-type]
+
+    def close(self) -> None:
+        super().close()
+        self.shards[1].close()
+        self._second.cleanup()
+
+
+class ShardedMachine(SharedMachine):
+    """The partitions of an example are in one coordinator, since a write is: of every other example in the same."""
+
+    kind = ShardedStore  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        if self.kind not in running:
+            running[self.kind] = Sharded()
+        super().__init__()
+        self.shard = self.running.num_examples % 2
+        names = (f"{self.running.num_examples} {number} " for number in count())
+        self.prefix = next(
+            name for name in names if all(shard_of(name + side, 2) == self.shard for side in ("left", "right"))
+        )
+
+    @precondition(lambda self: self.num_kills < 3)
+    @rule()
+    def begin_anew(self) -> None:
+        self.num_kills += 1
+        assert isinstance(self.running, Sharded)
+        self.running.shards[self.shard].process.kill()
+
+
 TestMemory = MemoryMachine.TestCase
 TestMemory.settings = settings(max_examples=100, stateful_step_count=60)
 TestShared = SharedMachine.TestCase
 TestShared.settings = settings(max_examples=6, stateful_step_count=80)
+TestSharded = ShardedMachine.TestCase
+TestSharded.settings = settings(max_examples=4, stateful_step_count=60)
 TestShortJournal = ShortJournalMachine.TestCase
 TestShortJournal.settings = settings(max_examples=5, stateful_step_count=80)
 

@@ -4,6 +4,7 @@ imported this module, and with it what almost every run imports."""
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import resource
 import runpy
@@ -11,21 +12,33 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import ModuleType
 
-import pydantic.main  # noqa: F401
+import pydantic.types  # noqa: F401
+import rich.live  # noqa: F401
+import tomlkit  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-import typer  # noqa: F401
+import typer.main
 
 import millstream.audit
+import millstream.cli.main
 import millstream.events.bias
 import millstream.run.env_check
 import millstream.run.run
 import millstream.store.host  # noqa: F401
+from millstream.cli.common import console, errors
 from millstream.rpc.forkserver import ForkServer
 from millstream.rpc.frames import Frames
+from millstream.run import garbage
 from support.commands import CommandSetup
+
+garbage.count_frozen = lambda: 1_000_000  # the warm process has frozen what it has imported: no run has to count it
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False  # torch takes its tables of operations apart, which takes 45 ms and changes nothing
+typer.main.get_params_from_function = functools.cache(typer.main.get_params_from_function)
+typer.main.get_command(millstream.cli.main.app)  # the parameters of all commands, which take longer to find than to use
 
 
 def serve_command(connection: socket.socket) -> None:
@@ -40,6 +53,8 @@ def serve_command(connection: socket.socket) -> None:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for shown, options in ((console, {}), (errors, {"stderr": True})):
+        shown.__init__(**options)  # type: ignore[misc]  # they have looked at the streams and variables of the warm process
     if setup.max_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (setup.max_file_bytes, setup.max_file_bytes))
     code = 1

@@ -320,6 +320,10 @@ class Model:
         assert stats.groups == sum(len(part.groups) for part in self.parts.values())
         assert stats.leases == len(self.leases)
         assert (stats.bytes > 0) == bool(rows)
+        for name, part in self.parts.items():
+            found = stats.by_partition.get(name)
+            counts = (0, 0) if found is None else (found.rows, found.groups)
+            assert counts == (len(part.rows), len(part.groups))
         assert stats.by_version == {v: sum(row.version == v for row in rows) for v in {row.version for row in rows}}
         for task, stage in stats.by_stage.items():
             ready = sum(len(part.unit_rows(task, unit)) for part in self.parts.values() for unit in part.since[task])

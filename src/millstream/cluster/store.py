@@ -24,7 +24,7 @@ from millstream.store.base import Reads
 from millstream.store.client import GIVE_UP_S, Address, StoreClient
 from millstream.store.coordinator import StorePlan
 from millstream.store.host import make_plan, run_coordinator
-from millstream.store.segments import SegmentServer, SegmentServerAgent, segment_folder
+from millstream.store.segments import SegmentServer, SegmentServerAgent, remove_segments, segment_folder
 
 NAMESPACE = "millstream"
 STORE_START_S = 60.0
@@ -56,7 +56,7 @@ class _SegmentServerActor:
 
     def __init__(self, plan: bytes, node: str) -> None:
         decoded = msgspec.msgpack.decode(plan, type=StorePlan)
-        server = SegmentServer(Path(_folder(decoded, node)), decoded.token)
+        server = SegmentServer(Path(_folder(decoded, node)), decoded.token, decoded.spill)
         self._agent = SegmentServerAgent(
             server, (decoded.host, decoded.port), token=decoded.token, node=node, give_up_s=GIVE_UP_S
         )
@@ -91,6 +91,8 @@ class RayStore:
         *,
         capacity_rows: int | None = None,
         capacity_bytes: int | None = None,
+        memory_bytes: int | None = None,
+        spill: str | None = None,
         folder: Path | None = None,
     ) -> None:
         node = ray.get_runtime_context().get_node_id()
@@ -98,6 +100,8 @@ class RayStore:
             tasks,
             capacity_rows=capacity_rows,
             capacity_bytes=capacity_bytes,
+            memory_bytes=memory_bytes,
+            spill=spill,
             host=_own_ip(),
             node=node,
             folder=folder,
@@ -131,7 +135,7 @@ class RayStore:
                 ray.kill(ray.get_actor(_server_name(self.plan, node["NodeID"]), namespace=NAMESPACE))
             except ValueError:
                 continue
-        SegmentServer(Path(self.plan.memory), "").remove()
+        remove_segments(Path(self.plan.memory))
         if self.plan.is_temporary:
             folders.remove(Path(self.plan.journal))
 

@@ -157,9 +157,14 @@ def sampled(tasks: Sequence[Task], config: DataConfig, *, seed: int) -> Iterator
     ends before a task that it has had. Raises `ConfigError`."""
     if not config.sampler:
         return in_order(tasks, seed=seed, shuffle=config.shuffle)
+    chosen = own_sampler(config)(tasks, derive_seed(seed, "sampler"))
+    return _own_order(chosen, config.sampler, {task.id for task in tasks})
+
+
+def own_sampler(config: DataConfig) -> Callable[[Sequence[Task], int], Iterable[Task]]:
+    """The user's own, with its arguments. Raises `ConfigError`."""
     part = imports.load_part("sampler", config.sampler)
-    sampler = imports.bound(part, config.sampler_args, "data.sampler_args", ("tasks", "seed"))
-    return _own_order(sampler(tasks, derive_seed(seed, "sampler")), config.sampler, {task.id for task in tasks})
+    return imports.bound(part, config.sampler_args, "data.sampler_args", ("tasks", "seed"))
 
 
 def _own_order(chosen: Iterable[Task], name: str, known: set[str]) -> Iterator[tuple[int, Task]]:

@@ -7,8 +7,8 @@ episodes of a kind run at once; waiting for a place counts against no time limit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from millstream.env.base import Content, Context, Environment, EpisodeReward, Text
@@ -46,32 +46,25 @@ class Hosted:
         self._places = None if limit is None else asyncio.Semaphore(limit)
 
     async def rollout(self, context: Context) -> EpisodeReward:
-        environment = self._isolated or self.environment
         if self._places is not None:
             await context.waiting(f"a place in {self.kind.name}", self._places.acquire(), is_timed=False)
         try:
-            async with self._sandbox(context) as sandbox:
-                if self.kind.config.use == SINGLE_TURN:  # its rewards have limits of their own
-                    return await environment.rollout(self._spoken(context, sandbox))
-                return await self._play_in_time(environment, context, sandbox)
+            if self._sandboxes is None:
+                return await self._play(context, None)
+            sandbox = await context.waiting("a sandbox", self._sandboxes.take(context.task))
+            try:
+                return await self._play(context, sandbox)
+            finally:
+                await self._sandboxes.give_back(sandbox)
         finally:
             if self._places is not None:
                 self._places.release()
 
-    @asynccontextmanager
-    async def _sandbox(self, context: Context) -> AsyncIterator[Sandbox | None]:
-        """One of the rollout's own, closed after it; None, if the environment has none."""
-        if self._sandboxes is None:
-            yield None
-            return
-        sandbox = await context.waiting("a sandbox", self._sandboxes.take(context.task))
-        try:
-            yield sandbox
-        finally:
-            await self._sandboxes.give_back(sandbox)
-
-    async def _play_in_time(self, environment: Environment, context: Context, sandbox: Sandbox | None) -> EpisodeReward:
-        config = self.kind.config
+    async def _play(self, context: Context, sandbox: Sandbox | None) -> EpisodeReward:
+        """`sandbox`: of the rollout's own; None, if the environment has none."""
+        environment, config = self._isolated or self.environment, self.kind.config
+        if config.use == SINGLE_TURN:  # its rewards have limits of their own
+            return await environment.rollout(self._spoken(context, sandbox))
         limit = asyncio.timeout(config.step_timeout_s)
         timed = _Timed(context, _StepClock(limit, config.step_timeout_s))
         try:

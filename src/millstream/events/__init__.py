@@ -7,6 +7,9 @@ bottleneck.py  what holds a run up most        prometheus.py  the text that Prom
 bias/        whether the rollouts that were trained are a fair sample of those that were admitted
 """
 
+from millstream.events.depths import PartitionNow as PartitionNow
+from millstream.events.depths import StoreNow as StoreNow
+from millstream.events.depths import WaitNow as WaitNow
 from millstream.events.encoding import AnyEvent as AnyEvent
 from millstream.events.encoding import decode_event as decode_event
 from millstream.events.encoding import encode_event as encode_event

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from msgspec import UNSET
 
 from millstream.events.bottleneck import TimeUse
+from millstream.events.depths import StoreNow, WaitNow
 from millstream.events.metrics import StepMetrics, is_step, metric_key
 from millstream.events.types import (
     CheckpointFailed,
@@ -40,7 +41,6 @@ from millstream.events.types import (
     Stalled,
     Status,
     Stepped,
-    WaitNow,
     Warned,
     WeightsLoaded,
 )
@@ -89,6 +89,14 @@ FAMILIES: Mapping[str, Family] = {
     "requests_running": Family("gauge", "Requests that are being decoded."),
     "requests_waiting": Family("gauge", "Requests that wait for an engine with room."),
     "store_rows": Family("gauge", "Rows in the store."),
+    "store_bytes": Family("gauge", "Bytes of the rows in the store, in memory and on disk."),
+    "store_spilled_bytes": Family("gauge", "Bytes of the store on disk."),
+    "store_partition_rows": Family("gauge", "Rows of a partition of the store."),
+    "store_partition_bytes": Family("gauge", "Bytes of a partition of the store."),
+    "store_task_rows": Family("gauge", "Rows by partition, task and state: waiting, ready, leased, done."),
+    "store_claims_waiting": Family("gauge", "Claims that wait for rows, by task."),
+    "store_puts_waiting": Family("gauge", "Puts that wait for room."),
+    "store_operations_total": Family("counter", "Operations that the store has carried out, by kind."),
     "groups_in_flight": Family("gauge", "Groups that were admitted and have not left."),
     "groups_in_flight_limit": Family("gauge", "The most groups that may be in flight."),
     "waiters": Family("gauge", "What waits for what now: their number."),
@@ -267,10 +275,29 @@ class PrometheusMetrics:
         self._set("groups_in_flight", event.groups_outstanding + event.groups_taken)
         self._set("groups_in_flight_limit", event.budget)
         self._set_waits(event.waits)
+        if event.store is not UNSET:
+            self._set_store(event.store)
         if event.loop_s is not UNSET:
             self._set("event_loop_busy_seconds_total", event.loop_s)
         if event.loop_lag_s is not UNSET:
             self._set("event_loop_lag_seconds", event.loop_lag_s)
+
+    def _set_store(self, store: StoreNow) -> None:
+        self._set("store_bytes", store.bytes)
+        self._set("store_spilled_bytes", store.spilled_bytes)
+        self._set("store_puts_waiting", store.puts_waiting)
+        for name in ("store_partition_rows", "store_partition_bytes", "store_task_rows"):
+            self._values[name].clear()  # a partition may be gone
+        for task, count in store.claims_waiting.items():
+            self._set("store_claims_waiting", count, task=task)
+        for operation, count in store.operations.items():
+            self._set("store_operations_total", count, operation=operation)
+        for partition, part in store.partitions.items():
+            self._set("store_partition_rows", part.rows, partition=partition)
+            self._set("store_partition_bytes", part.bytes, partition=partition)
+            for task, states in part.tasks.items():
+                for state, count in states.items():
+                    self._set("store_task_rows", count, partition=partition, task=task, state=state)
 
     def _set_waits(self, waits: list[WaitNow]) -> None:
         counts, longest = self._values["waiters"], self._values["wait_seconds_max"]

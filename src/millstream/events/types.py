@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import UNSET, Struct, UnsetType
 
+from millstream.events.depths import StoreNow, WaitNow
 from millstream.types import Fate, Finish, Metrics
 
 
@@ -336,13 +337,6 @@ class Stalled(Event, frozen=True, kw_only=True):
     seconds: float
 
 
-class WaitNow(Struct, frozen=True, kw_only=True):
-    owner: str
-    what: str
-    seconds: float
-    count: int = 1  # rollouts that wait for the same thing
-
-
 class Status(Event, frozen=True, kw_only=True):
     """The state of the run, about once a second: queue depths and current waits."""
 
@@ -355,6 +349,7 @@ class Status(Event, frozen=True, kw_only=True):
     waits: list[WaitNow]
     loop_s: float | UnsetType = UNSET  # processor time of the driver's event loop, since its thread began
     loop_lag_s: float | UnsetType = UNSET  # by which the event loop woke up too late since the last reading
+    store: StoreNow | UnsetType = UNSET
 
 
 class WarmedUp(Event, frozen=True, kw_only=True):

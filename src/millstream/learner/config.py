@@ -35,8 +35,8 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
     micro_batch_tokens: int | Literal["auto"] = "auto"
-    """Tokens of one forward and backward pass, on each rank; bounds the memory. auto: what fits on the GPU, at most 16,384; on
-    a CPU 8,192."""
+    """Tokens of one forward and backward pass, on each rank; bounds the memory. A prompt that rows share counts once.
+    auto: what fits on the GPU, at most 16,384; on a CPU 8,192."""
     ranks: int = 1
     """Processes that the model is sharded over, each with its own GPU; on a CPU, each with one thread."""
     mini_batches: int = 1

@@ -22,8 +22,7 @@ from millstream.learner.optimizer import Optimizer
 from millstream.learner.passes import LOCKSTEP, Passes
 from millstream.learner.rows import RowTensors, is_finite
 from millstream.learner.scorer import spread
-from millstream.learner.state import on_host, read_state
-from millstream.learner.torch import TorchSnapshot
+from millstream.learner.state import TorchSnapshot, on_host, read_state
 from millstream.model.attention import Packed
 from millstream.model.policy import hidden_states
 from millstream.rpc.threads import DaemonThreads

@@ -40,7 +40,7 @@ from millstream.learner.optimizer import StepResult
 from millstream.learner.packing import deal
 from millstream.learner.processes import GroupSnapshot, RankProcesses
 from millstream.learner.tally import FiniteGuard, StepTally, total_tally
-from millstream.learner.torch import save_trained
+from millstream.learner.trainer import save_trained
 from millstream.model.adapters import lora_of, trained_weights
 from millstream.model.compare import small_model
 from millstream.model.load import load_weights, model_weights

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -122,6 +122,12 @@ class Optimizer:
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, of the parameters that have one."""
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """The sums become these; those of other parameters are dropped."""
+        self.zero_grad()
+        for name, gradient in gradients.items():
+            self._masters[name].grad = gradient.to(self._masters[name].device)
 
     def marks(self) -> Marks:
         """What each sum is now: another tensor, or the same one after an addition, has another mark."""

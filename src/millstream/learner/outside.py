@@ -17,18 +17,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError, StoreError
 from millstream.learner.optimizer import OptimizerState
-from millstream.learner.state import read_trained
-from millstream.learner.torch import TorchSnapshot, save_trained
+from millstream.learner.state import TorchSnapshot, read_trained
+from millstream.learner.trainer import save_trained
 from millstream.model.adapters import trained_weights
 from millstream.model.finite import names_not_finite
 from millstream.model.load import load_weights
@@ -38,6 +38,8 @@ from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages")
 OPTIONAL = ("reference", "values", "proximal", "returns")
+RUN_METRICS = {"micro_batch_tokens"}  # that the pipeline acts on (`pipeline.batch`)
+MAX_METRICS = 256
 
 
 class OfferedBatches(MemoryStore):
@@ -71,7 +73,8 @@ class OfferedBatches(MemoryStore):
 
 class OutsideLearner:
     """A `RunLearner` (`learner.base`). It changes `model`, which has the weights of `version`. `on_published` is called with
-    each version and where it is; `write` puts weights that no program has published where programs can load them."""
+    each version and where it is; `write` puts weights that no program has published where programs can load them. `offered`:
+    the folder that programs publish in; nothing outside of it is read."""
 
     def __init__(
         self,
@@ -80,12 +83,14 @@ class OutsideLearner:
         *,
         version: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        offered: Path,
         write: Callable[[int, Weights], str],
         on_published: Callable[[int, str], None] = lambda version, where: None,
     ) -> None:
         self._model = model
         self._batches = batches
         self._tokenizer = tokenizer
+        self._offered = offered
         self._write = write
         self._on_published = on_published
         self.version = version
@@ -153,7 +158,8 @@ class OutsideLearner:
     # ---- from outside --------------------------------------------------------------------------------------------------
 
     async def publish(self, version: int, where: str, metrics: Metrics) -> None:
-        """The weights of `version`, in a folder or file of safetensors that this process can read. Raises `StoreError`."""
+        """The weights of `version`, safetensors in a folder or file within `offered`. Raises `StoreError`: then nothing has
+        changed."""
         async with self._publishing:
             if version <= self.version:
                 raise StoreError(f"twice: version {version} is there, the next one is {self.version + 1}")
@@ -161,35 +167,74 @@ class OutsideLearner:
                 raise StoreError(f"wrong version: {version}, expected {self.version + 1}")
             if self._stepped is None or self.version not in self._batches.leases:
                 raise StoreError(f"not claimed: the batch that gives version {version} was not claimed yet")
-            await asyncio.to_thread(self._load, where)
-            await self._batches.end(self.version)
+            check_metrics(metrics)
+            weights = await asyncio.to_thread(self._read, where)
+            await self._batches.end(self.version)  # the last that may fail
+            await asyncio.to_thread(self._load, weights)
             self.version = version
             self._where = where
             self._on_published(version, where)
-            self._stepped.set_result(metrics)
+            if not self._stepped.done():  # else the run has stopped waiting: it ends
+                self._stepped.set_result(metrics)
             self._stepped = None
 
-    def _load(self, where: str) -> None:
-        own, found = trained_weights(self._model), read_tensors(Path(where))
+    def _read(self, where: str) -> Weights:
+        """All that is wrong with the files is found before a tensor is read, but for values that are not finite."""
+        own = trained_weights(self._model)
+        files = {path: tensors_in(path) for path in published_files(where, self._offered)}
+        found = {name: shape for tensors in files.values() for name, shape in tensors.items()}
         if missing := own.keys() - found.keys():
             raise StoreError(f"malformed: {where} has no {sorted(missing)[0]}, and {len(missing) - 1} more are missing")
-        weights = {name: found[name] for name in own}
-        for name, tensor in weights.items():
-            if tensor.shape != own[name].shape or not tensor.is_floating_point():
-                shapes = f"{tensor.dtype} {list(tensor.shape)}, expected {own[name].dtype} {list(own[name].shape)}"
-                raise StoreError(f"malformed: {name} in {where} is {shapes}")
-        if names := names_not_finite(weights):
+        for name, tensor in own.items():
+            dtype, shape = found[name]
+            if "F" not in dtype or shape != tuple(tensor.shape):
+                wanted = f"expected floating point of shape {list(tensor.shape)}"
+                raise StoreError(f"malformed: {name} in {where} is {dtype} {list(shape)}, {wanted}")
+        try:
+            read = {name: tensor for path in files for name, tensor in load_file(path).items() if name in own}
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"malformed: {where} cannot be read: {error}") from error
+        if names := names_not_finite(read):
             raise StoreError(f"malformed: {names[0]} in {where} has a value that is not finite")
+        return read
+
+    def _load(self, weights: Weights) -> None:
         with torch.no_grad():
             load_weights(self._model, weights)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Of one file, or of all in a folder. Raises `StoreError`."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise StoreError(f"malformed: no file ends in .safetensors in {path}")
+def check_metrics(metrics: Metrics) -> None:
+    """Raises `StoreError`."""
+    if len(metrics) > MAX_METRICS:
+        raise StoreError(f"malformed: {len(metrics)} metrics, expected at most {MAX_METRICS}")
+    if own := sorted(RUN_METRICS & metrics.keys()):
+        raise StoreError(f"malformed: the metric {own[0]} is the run's own, which acts on it: give it another name")
+
+
+def published_files(where: str, offered: Path) -> list[Path]:
+    """Of a publication: a folder or a file within the folder that was offered, links followed. Raises `StoreError`."""
+    given = Path(where)
+    if "\0" in where or not given.is_absolute():
+        raise StoreError(f"malformed: where = {where!r}: expected an absolute path, within {offered}")
     try:
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        path, root = given.resolve(), offered.resolve()
+        if not path.is_relative_to(root):
+            raise StoreError(f"malformed: {where} is not within {offered}, where this run reads weights")
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if strange := [file.name for file in files if not S_ISREG(file.lstat().st_mode)]:
+            raise StoreError(f"malformed: {strange[0]} in {where} is not a regular file")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise StoreError(f"malformed: {where} cannot be read: {error}") from error
+    if not files:
+        raise StoreError(f"malformed: no file ends in .safetensors in {where}")
+    return files
+
+
+def tensors_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """From the header alone, the type and the shape of each tensor. Raises `StoreError`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise StoreError(f"malformed: {path} cannot be read: {error}") from error

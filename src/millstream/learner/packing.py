@@ -8,43 +8,59 @@ from typing import Generic, Protocol, TypeVar
 
 from millstream.types import Tokens, TrainRow
 
+REPEATED = 8  # tokens of a prompt that is in the pass already count as one: only keys and values are repeated
+
 
 class Tokenized(Protocol):
-    """A row of a pass: its size is the number of its tokens."""
+    """A row of a pass. The first `num_shared` of its tokens are computed once for all rows that begin with the same ones."""
 
     @property
     def tokens(self) -> Tokens: ...
+    @property
+    def num_shared(self) -> int: ...
 
 
 R = TypeVar("R", bound=Tokenized)
 
 
 class Packer(Generic[R]):
-    """Collects rows and returns a micro-batch when the next row would not fit. A row above the budget is one by itself."""
+    """Collects rows and returns a micro-batch when the next row would not fit. A row above the budget is one by itself.
+
+    What counts are the tokens that a pass computes. Rows of one prompt that come one after the other are a larger micro-batch
+    than as many rows of different prompts: with long prompts and short completions most of their tokens are the same."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._rows: list[R] = []
         self._tokens = 0
+        self._prompts: set[bytes] = set()
 
     def add(self, row: R) -> list[R]:
         """The micro-batch that this row did not fit into; empty while there is room."""
         full: list[R] = []
-        if self._rows and self._tokens + len(row.tokens) > self._max_tokens:
-            full = self.flush()
+        prompt = row.tokens[: row.num_shared].tobytes()
+        size = _size(row, is_repeated=prompt in self._prompts)
+        if self._rows and self._tokens + size > self._max_tokens:
+            full, size = self.flush(), _size(row, is_repeated=False)
         self._rows.append(row)
-        self._tokens += len(row.tokens)
+        self._tokens += size
+        self._prompts.add(prompt)
         return full
 
     def flush(self) -> list[R]:
         rows = self._rows
         self._rows = []
         self._tokens = 0
+        self._prompts = set()
         return rows
 
 
+def _size(row: Tokenized, *, is_repeated: bool) -> int:
+    return len(row.tokens) - (row.num_shared - row.num_shared // REPEATED if is_repeated else 0)
+
+
 def packed(rows: Iterable[R], max_tokens: int) -> Iterator[list[R]]:
-    """Micro-batches of at most `max_tokens` tokens, in order."""
+    """Micro-batches of at most `max_tokens` tokens to compute, in order."""
     packer = Packer[R](max_tokens)
     for row in rows:
         if full := packer.add(row):
@@ -53,16 +69,23 @@ def packed(rows: Iterable[R], max_tokens: int) -> Iterator[list[R]]:
         yield rest
 
 
-def num_tokens(rows: Sequence[Tokenized]) -> int:
-    return sum(len(row.tokens) for row in rows)
+def num_computed(rows: Sequence[Tokenized]) -> int:
+    """What a pass over these rows counts, as a `Packer` counts it."""
+    prompts: set[bytes] = set()
+    total = 0
+    for row in rows:
+        prompt = row.tokens[: row.num_shared].tobytes()
+        total += _size(row, is_repeated=prompt in prompts)
+        prompts.add(prompt)
+    return total
 
 
 MAX_IMBALANCE = 1.1  # tokens of the fullest rank, with rows of one prompt kept together, over those without
 
 
 def deal(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[list[list[TrainRow]]]:
-    """Rows by rank, balanced by tokens, as passes of at most `max_tokens`. Every rank has the same number of passes, some of
-    them empty: a pass is a collective."""
+    """Rows by rank, balanced by the tokens to compute, as passes of at most `max_tokens`. Every rank has the same number of
+    passes, some of them empty: a pass is a collective."""
     shares = _balanced(_by_prompt(rows), num_ranks)
     apart = _balanced([[row] for row in rows], num_ranks)
     if _fullest(shares) > MAX_IMBALANCE * _fullest(apart):
@@ -76,19 +99,19 @@ def _balanced(bundles: Sequence[list[TrainRow]], num_ranks: int) -> list[list[Tr
     """Greedy: the largest bundle first, each to the rank with the fewest tokens."""
     shares: list[list[TrainRow]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for bundle in sorted(bundles, key=num_tokens, reverse=True):  # stable: equals keep their order
+    for bundle in sorted(bundles, key=num_computed, reverse=True):  # stable: equals keep their order
         rank = loads.index(min(loads))
         shares[rank] += bundle
-        loads[rank] += num_tokens(bundle)
+        loads[rank] += num_computed(bundle)
     return shares
 
 
 def _by_prompt(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
     bundles: dict[bytes, list[TrainRow]] = {}
     for row in rows:
-        bundles.setdefault(row.tokens[: int(row.loss_mask.argmax())].tobytes(), []).append(row)
+        bundles.setdefault(row.tokens[: row.num_shared].tobytes(), []).append(row)
     return list(bundles.values())
 
 
 def _fullest(shares: Sequence[Sequence[TrainRow]]) -> int:
-    return max(map(num_tokens, shares))
+    return max(map(num_computed, shares))

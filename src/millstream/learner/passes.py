@@ -18,7 +18,7 @@ import torch
 
 from millstream.errors import LearnerError
 from millstream.learner.optimizer import Optimizer
-from millstream.learner.packing import R, Tokenized, num_tokens, packed
+from millstream.learner.packing import R, Tokenized, num_computed, packed
 
 logger = logging.getLogger(__name__)
 LOCKSTEP = "With pipeline.max_lag = 0 sizes are fixed at the start, since others would change the last bits"
@@ -56,7 +56,7 @@ class Passes:
 
     def _lower(self, rows: Sequence[Tokenized], error: torch.OutOfMemoryError) -> None:
         """Halve the limit. Raises `LearnerError` where that does not help or is not allowed."""
-        found = num_tokens(rows)
+        found = num_computed(rows)
         what = f"out of memory in a pass of {len(rows)} rows, {found:,} tokens"
         if self._why_fixed:
             raise LearnerError(

@@ -77,7 +77,7 @@ def _filling(indices: Sequence[Indices], quantum: int) -> list[Indices]:
 
 def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:
     """The positions of each row's tokens when every distinct prompt is stored once, before the first row that has it."""
-    return share_beginnings([(row.tokens, int(row.loss_mask.argmax())) for row in rows])  # 0: nothing is trained
+    return share_beginnings([(row.tokens, row.num_shared) for row in rows])
 
 
 def share_beginnings(rows: Sequence[tuple[Tokens, int]]) -> list[Indices]:

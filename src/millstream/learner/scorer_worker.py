@@ -29,7 +29,7 @@ from millstream.learner.messages import (
 )
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.snapshots import KeptSnapshots, files_in
-from millstream.learner.torch import TorchSnapshot
+from millstream.learner.state import TorchSnapshot
 from millstream.model.load import load_weights, set_up_cpu
 from millstream.model.spec import model_from
 from millstream.rpc.call import Channel

@@ -34,6 +34,16 @@ def on_host(value: Any) -> Any:
     return {key: on_host(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+class TorchSnapshot:
+    """A `Snapshot` (`learner.base`): a copy of the state in the host's memory."""
+
+    def __init__(self, state: OptimizerState) -> None:
+        self._state = state
+
+    def write(self, folder: Path) -> None:
+        write_state(self._state, folder)
+
+
 def write_state(state: OptimizerState, folder: Path) -> None:
     check_folder(folder)
     with (folder / STATE_FILE).open("wb") as file:  # our own file object: its errors have the reason

@@ -88,7 +88,8 @@ def _small_number(name: str, value: int, kept: Sequence[int], table: Mapping[str
     if name == "num_kv_shared_layers":
         return min(value, len(kept) // 2)
     if name in KEY_HEADS:  # all of them, one, or some
-        return HEADS if value == _first(table, "num_attention_heads", "n_head", "n_heads") else min(value, HEADS // 2)
+        heads = _first(table, "num_attention_heads", "n_head", "n_heads") or HEADS
+        return min(value, HEADS if value == heads else HEADS // 2)
     if name.endswith("_token_id"):
         return min(value, WORDS - 1 - len(name) % 8)
     return min(value, SMALL.get(name, value))

@@ -212,7 +212,7 @@ class Attempts:
 
 
 def summary_of(parts: tuple[Rollout, ...]) -> AttemptSummary:
-    first, is_one = parts[0], len({part.agent for part in parts}) == 1
+    first, is_one = parts[0], len(parts) == 1 or len({part.agent for part in parts}) == 1
     return AttemptSummary(
         reward=first.reward,
         rewards=[] if is_one else list({part.agent: part.reward for part in parts}.values()),
@@ -220,13 +220,15 @@ def summary_of(parts: tuple[Rollout, ...]) -> AttemptSummary:
         num_sampled=sum(int(np.count_nonzero(part.loss_mask)) for part in parts),
         num_parts=len(parts),
         start_version=min(part.start_version for part in parts),
-        end_version=max(int(part.versions.max()) for part in parts),
+        end_version=max(int(np.maximum.reduce(part.versions)) for part in parts),
         finish=parts[-1].finish,
     )
 
 
 def columns_of_rollout(parts: tuple[Rollout, ...]) -> dict[str, list[Any]]:
     """A row for each part."""
+    if len(parts) == 1:
+        return {name: [value] for name, value in zip(Rollout.__struct_fields__, structs.astuple(parts[0]), strict=True)}
     columns = zip(*map(structs.astuple, parts), strict=True)
     return {name: list(values) for name, values in zip(Rollout.__struct_fields__, columns, strict=True)}
 

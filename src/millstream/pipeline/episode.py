@@ -237,12 +237,12 @@ class EpisodePart:
         self._episode.order.append((self, len(self.turns) - 1))
 
     def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
-        counts: list[int] = []  # tokens shown and sampled, in turn
+        loss_mask = np.zeros(len(self._tokens), dtype=np.bool_)
         logprobs: list[float] = []
         versions: list[int] = []
         for num_shown, turn in zip(self._num_shown, self.turns, strict=True):
-            counts += (num_shown, len(turn.tokens))
             logprobs += [0.0] * num_shown
+            loss_mask[len(logprobs) : len(logprobs) + len(turn.tokens)] = True
             logprobs += turn.logprobs
             versions += [-1] * num_shown
             versions += turn.versions
@@ -257,7 +257,7 @@ class EpisodePart:
             turn_rewards=self._turn_rewards(),
             finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
-            loss_mask=np.repeat([False, True] * len(self.turns), counts),
+            loss_mask=loss_mask,
             logprobs=np.array(logprobs, dtype=np.float32),
             versions=np.array(versions, dtype=np.int32),
         )

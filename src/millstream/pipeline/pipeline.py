@@ -13,42 +13,30 @@ with max_lag = 0 the result depends on ids and seeds alone (`lockstep`). What be
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from millstream.errors import MillstreamError
-from millstream.events import GroupAdmitted, Status, Stepped
-from millstream.pipeline.attempts import RouterLine
+from millstream.events import GroupAdmitted, PartitionNow, Status, Stepped, StoreNow
 from millstream.pipeline.auto_lag import AutoLag
-from millstream.pipeline.batch import BatchTrainer, GroupTaker, TakenGroup
-from millstream.pipeline.context import GroupInFlight, RunContext
-from millstream.pipeline.critic import CriticUpdates
+from millstream.pipeline.batch import TakenGroup
+from millstream.pipeline.components import Components
+from millstream.pipeline.context import GroupInFlight
 from millstream.pipeline.grouping import members_of, rewards_of
-from millstream.pipeline.host import build_host
-from millstream.pipeline.lengths import ExpectedLengths
-from millstream.pipeline.lockstep import Gate
-from millstream.pipeline.outside import TOO_OLD, OutsideRollouts, outside_start
+from millstream.pipeline.outside import TOO_OLD, OutsideRollouts
 from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward
-from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
-from millstream.pipeline.proximal import Proximal
+from millstream.pipeline.prompts import Prompts
 from millstream.pipeline.recorded import RecordedBatches, RecordedTaker
 from millstream.pipeline.reschedule import UNCHANGED, Changed
-from millstream.pipeline.resume import Resumption
-from millstream.pipeline.rollouts import RolloutConfig, Rollouts
+from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.settle import GroupFinalizer
 from millstream.pipeline.stages import run_stage
 from millstream.pipeline.state import Checkpointer, PipelineState
-from millstream.pipeline.sync import WeightSync
-from millstream.pipeline.workers import RolloutWorkers
 from millstream.serving.router import Router
 from millstream.types import Fate, Metrics, Task
 
 __all__ = ["AfterStep", "Algorithm", "Parts", "Pipeline", "TokenGroupReward"]
-
-SETTLING = 4  # groups at once, where the store is another process
 
 
 class Pipeline:
@@ -81,134 +69,71 @@ class Pipeline:
         recorded: RecordedBatches | None = None,
         outside: OutsideRollouts | None = None,
     ) -> None:
+        built = Components(
+            parts,
+            algorithm,
+            config,
+            rollout,
+            seed=seed,
+            after_step=after_step,
+            router=router,
+            recorded=recorded,
+            is_from_users=outside is not None,
+        )
         self._parts = parts
-        self._tasks = tasks
-        self._outside = outside
         self._config = config
         self._checkpointer = keeper
         self._is_stopping = False
-        self._workers: RolloutWorkers | None = None
         self.waits = parts.waits
-        self._context = RunContext(
-            store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink, rollouts=parts.rollouts
-        )
-        is_in_lockstep = config.is_in_lockstep
-        self._context.lengths = ExpectedLengths() if config.longest_first and not is_in_lockstep else None
-        self.router = router or Router(
-            parts.engines, is_queueing=not is_in_lockstep, clock=parts.clock, sink=parts.sink
-        )
-        self.admission = admission_for(config)
-        self.sync = WeightSync(self._context, parts.channel, self.router, is_in_lockstep=is_in_lockstep)
-        self._finalizer = GroupFinalizer(
-            self._context,
-            self.admission,
-            algorithm,
-            config,
-            min_group_size=rollout.min_group_size,
-            num_at_once=SETTLING if parts.workers is not None and not is_in_lockstep else 1,
-        )
-        gate = gate_for(config, self.router, self._context)
-        self._rollouts = self._build_rollouts(algorithm, rollout, seed, gate)
-        self._policy = self._build_policy(gate, after_step)
-        self.router.rank_of = self._policy.rank
-        self.router.length_of = None if self._context.lengths is None else self._policy.relative_length
-        self.router.listeners.append(lambda change: self._context.notifier.notify())
-        self._critic = self._build_critic(algorithm)
-        self._proximal = self._build_proximal(algorithm)
-        self._recorded = recorded
-        self._taker = self._build_taker(rollout)
-        self._batch = self._build_batch(algorithm)
-        self._resumption = Resumption(
-            self._context, self.admission, self._finalizer, self._rollouts, rollout.num_members
-        )
-        self._rows = None if resumed is None else self._resumption.restore(resumed, incarnation, changed)
-        self._auto_lag = self._build_auto_lag(config)
-
-    def _build_rollouts(self, algorithm: Algorithm, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
-        line = RouterLine(self.router, self.waits, self.admission, gate)
-        host = build_host(self._parts, self._context, line, algorithm, rollout, seed)
-        self._workers = host if isinstance(host, RolloutWorkers) else None
-        return Rollouts(
-            self._context,
-            rollout,
-            host,
-            router=self.router,
-            admission=self.admission,
-            finalizer=self._finalizer,
-            is_in_lockstep=gate is not None,
-            complete_with=complete_with(self._config, rollout),
-            are_partial=algorithm.group_reward is not None,
-        )
-
-    def _build_policy(self, gate: Gate | None, after_step: AfterStep | None) -> SchedulingPolicy:
-        return SchedulingPolicy(
-            self._config,
-            self._context,
-            admission=self.admission,
-            router=self.router,
-            sync=self.sync,
-            finalizer=self._finalizer,
-            rollouts=self._rollouts,
-            gate=gate,
-            after_step=after_step,
-        )
-
-    def _build_taker(self, rollout: RolloutConfig) -> GroupTaker | RecordedTaker:
-        if self._recorded is not None:
-            return RecordedTaker(
-                self._context,
-                self._recorded,
-                admission=self.admission,
-                finalizer=self._finalizer,
-                num_members=rollout.num_members,
-            )
-        return GroupTaker(
+        self._context = built.context
+        self.router = built.router
+        self.admission = built.admission
+        self.sync = built.sync
+        self._workers = built.workers
+        self._rollouts = built.rollouts
+        self._finalizer = built.finalizer
+        self._policy = built.policy
+        self._critic = built.critic
+        self._proximal = built.proximal
+        self._taker = built.taker
+        self._batch = built.batch
+        self._resumption = built.resumption
+        self._prompts = Prompts(
+            tasks,
+            outside,
             self._context,
             admission=self.admission,
             policy=self._policy,
-            finalizer=self._finalizer,
-            critic=self._critic,
-            proximal=self._proximal,
-            is_from_users=self._outside is not None,
+            resumption=self._resumption,
         )
-
-    def _build_batch(self, algorithm: Algorithm) -> BatchTrainer:
-        return BatchTrainer(
-            self._context,
-            self._parts.learner,
-            algorithm,
-            groups_per_step=self._config.groups_per_step,
-            critic=self._critic,
-            proximal=self._proximal,
-        )
+        if resumed is not None:
+            self._resumption.restore(resumed, incarnation, changed)
+        self._auto_lag = self._build_auto_lag(config)
 
     def _build_auto_lag(self, config: PipelineConfig) -> AutoLag | None:
-        if not config.auto_lag or self._recorded is not None:
+        if not config.auto_lag or self._is_recorded:
             return None
         return AutoLag(config.max_lag, self._context, self.admission, self.router)
 
-    def _build_critic(self, algorithm: Algorithm) -> CriticUpdates | None:
-        critic, tokens = self._parts.critic, algorithm.critic_batch_tokens
-        return None if critic is None else CriticUpdates(critic, tokens, self._context)
-
-    def _build_proximal(self, algorithm: Algorithm) -> Proximal | None:
-        follower, tokens = self._parts.proximal, algorithm.proximal_batch_tokens
-        num_first = self._config.groups_per_step // algorithm.mini_batches
-        return None if follower is None else Proximal(follower, tokens, num_first, self._context)
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether recorded batches are trained: nothing is generated for training."""
+        return isinstance(self._taker, RecordedTaker)
 
     async def run(self) -> None:
         """Train to the last step, to the end of the data, or to the end of the batch in progress after `stop`. Raises the error
         that ended the run, if one did. All loops run concurrently; `train` says when the run is over."""
         async with self._tasks_of_the_run():
-            if self._rows is not None:
-                await self._parts.store.restore(self._rows)
+            rows = self._resumption.rows
+            if rows is not None:
+                await self._parts.store.restore(rows)
                 self._policy.on_stepped()  # what comes after the last step may have been cut short
             await self._checkpoint_if_due()
             if self._auto_lag is not None:
                 self._auto_lag.start()
-            running = [self._context.spawn(loop) for loop in ([] if self._recorded is not None else self._loops())]
+            running = [self._context.spawn(loop) for loop in self._loops()]
             self.sync.start(self.admission.version)
-            if self._rows is not None:
+            if rows is not None:
                 await self._policy.run_after_step()
             await self.train()
             await self._policy.finish_after_step(is_stopping=self._is_stopping)
@@ -218,7 +143,9 @@ class Pipeline:
             self.sync.finish(are_joining_lost=not self._is_stopping)
 
     def _loops(self) -> list[Coroutine[Any, Any, None]]:
-        """All but `train`."""
+        """All but `train`. With recorded batches there is nothing else to do."""
+        if self._is_recorded:
+            return []
         is_in_lockstep = self._config.is_in_lockstep
         loops = [self.feed(), self._finalizer.settle()]
         loops += [run_stage(stage, self._context, is_in_lockstep=is_in_lockstep) for stage in self._parts.stages]
@@ -262,9 +189,9 @@ class Pipeline:
     async def feed(self) -> None:
         """Consumes tasks. Produces admitted groups, whose members roll out. Waits for room under the lag bound. Ended by:
         `train` (a step), `settle` (a replacement), `sync` (a new version on an engine)."""
-        async for prompt, epoch, task in self._prompts():
+        async for prompt, epoch, task in self._prompts:
             with self.waits.idle("feed", "room under the lag bound"):
-                start = await self._room_for(task)
+                start = await self._prompts.room_for(task)
             self._context.next_prompt = max(self._context.next_prompt, prompt + 1)
             self._context.to_feed.discard(prompt)
             if start == TOO_OLD:
@@ -293,44 +220,6 @@ class Pipeline:
     def num_fed(self) -> int:
         """Prompts that were admitted or dropped; the others wait."""
         return self._context.next_prompt - len(self._context.to_feed)
-
-    async def _room_for(self, task: Task) -> int:
-        """The version that its group starts at, as soon as there is room. `TOO_OLD`: a rollout from outside that is dropped."""
-        until, outside = self._context.notifier.until, self._outside
-        if outside is None:
-            return await until(self._policy.may_start)
-        start = await until(lambda: outside_start(outside.oldest_version(task), self.admission))
-        if start == TOO_OLD:
-            outside.drop(task, self.admission.version)
-        return start
-
-    async def _numbered(self) -> AsyncIterator[tuple[int, tuple[int, Task]]]:
-        if self._outside is None:
-            for numbered in enumerate(self._tasks):
-                yield numbered
-        else:
-            rewarded = aiter(self._outside)
-            for prompt in itertools.count():
-                with self.waits.idle("feed", "a rewarded session"):
-                    task = await anext(rewarded)
-                yield prompt, (0, task)
-
-    async def _prompts(self) -> AsyncIterator[tuple[int, int, Task]]:
-        """The prompts to admit, each with its number and epoch: in a resumed run, first those that are fed again."""
-        again: list[tuple[int, int, Task]] = []
-        async for prompt, (epoch, task) in self._numbered():
-            if prompt >= self._context.next_prompt:
-                yield prompt, epoch, task
-            elif prompt in self._context.to_feed:
-                again.append((prompt, epoch, task))
-            else:  # it was admitted before the checkpoint
-                self._resumption.take_up(prompt, task)
-            if prompt + 1 >= self._context.next_prompt:  # before the next task is waited for
-                for one in again:
-                    yield one
-                again = []
-        for one in again:
-            yield one
 
     # ---- 2. roll out: `Rollouts.roll_out`, one task per member; rows go to the store -----------------------------------
     # ---- 3. settle: `GroupFinalizer.settle`; advantages go to the store, or the group leaves ---------------------------
@@ -417,16 +306,27 @@ class Pipeline:
 
     async def status(self) -> Status:
         """How full everything is, and what is waited for."""
-        engines = [engine.stats() for engine in self.router.engines]
+        engines, store = [engine.stats() for engine in self.router.engines], await self._parts.store.stats()
         return Status(
             at=self._context.now(),
             requests_running=sum(stats.running for stats in engines),
             requests_waiting=sum(stats.waiting for stats in engines) + self.router.num_waiting,
-            rows_in_store=(await self._parts.store.stats()).rows,
+            rows_in_store=store.rows,
             groups_outstanding=self.admission.outstanding,
             groups_taken=self.admission.taken,
             budget=self.admission.budget,
             waits=self.waits.counted(),
+            store=StoreNow(
+                bytes=store.bytes,
+                spilled_bytes=store.spilled_bytes,
+                claims_waiting=store.waiting_consumers,
+                puts_waiting=store.waiting_producers,
+                operations=store.operations,
+                partitions={
+                    name: PartitionNow(rows=part.rows, bytes=part.bytes, tasks=part.by_stage)
+                    for name, part in store.by_partition.items()
+                },
+            ),
         )
 
 

@@ -41,6 +41,7 @@ class Resumption:
         self._finalizer = finalizer
         self._rollouts = rollouts
         self._num_members = num_members
+        self.rows: Saved | None = None  # what the store of a resumed run begins with
         self._group_of: dict[int, int] = {}  # by prompt: groups that a resumed run has not read the task of yet
 
     # ---- capture -----------------------------------------------------------------------------------------------------
@@ -110,9 +111,9 @@ class Resumption:
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
-    def restore(self, state: PipelineState, incarnation: int, changed: Changed) -> Saved:
-        """Before the run starts. Returns the rows for the store, with those of groups that were closed and not settled: they
-        will be claimed."""
+    def restore(self, state: PipelineState, incarnation: int, changed: Changed) -> None:
+        """Before the run starts. `rows` are then those for the store, with those of groups that were closed and not settled:
+        they will be claimed."""
         (ledger, rows), superseded = take_over(state, changed, self._admission, self._num_members)
         places = {group_id: Place(group.start, group.deadline) for group_id, group in ledger.groups.items()}
         self._admission.restore(ledger.version, places)
@@ -132,7 +133,7 @@ class Resumption:
             self._finalizer.leave(group_id, Fate.SUPERSEDED, np.zeros(0), task_id=task_id)
         for group_id, group in ledger.groups.items():
             self._restore_group(group_id, group, incarnation)
-        return rows
+        self.rows = rows
 
     def _restore_group(self, group_id: int, group: GroupState, incarnation: int) -> None:
         prompt, first = group.prompt_of(group_id), group.first_attempt

@@ -1,8 +1,10 @@
 """Weight sync: every engine of the run loads the newest published version, between two of its decode steps.
 
 The channel owns the newest weights: what the engines start with is published to it before the run, and every version after
-its step. One task per engine fetches and loads. At most half of the engines load at the same time, so that the others keep
-generating. Those with the fewest requests load first: groups that start at the new version go to engines that have it.
+its step. One task per engine fetches and loads. An engine that has requests loads while fewer than half of all engines do, so
+that the others keep generating; those with the fewest requests load first. One that has none need not wait for the others, as
+long as one is left that serves: groups that start at the new version go to engines that have it, and of many engines most may
+be idle in the moment of a publication.
 Weights that do not arrive are fetched again after a back-off; an engine that never gets them is given up, like one that died.
 An engine that starts during the run loads the newest version before it serves.
 """
@@ -222,10 +224,10 @@ class WeightSync:
     def _may_load(self, engine: Engine) -> bool:
         if self._is_in_lockstep:
             return True
-        places = max(1, len(self._router.engines) // 2) - self._num_loading
+        has, num = self._router.num_requests(engine), len(self._router.engines)
+        places = max(1, num // 2 if has else num - 1) - self._num_loading
         if places < 1:
             return False
-        has = self._router.num_requests(engine)
         before = (
             one
             for one in self._ready

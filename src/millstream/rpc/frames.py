@@ -113,7 +113,6 @@ class FrameProtocol(asyncio.Protocol):
         self.max_bytes = max_bytes
         self._buffer = bytearray()
         self._unsent: list[bytes] = []
-        self._has_sent = False
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -149,29 +148,27 @@ class FrameProtocol(asyncio.Protocol):
         self._on_lost()
 
     def send(self, message: Any) -> None:
-        """The first message of a connection at once, later ones together with all others of this turn of the event loop. A
-        closed connection ignores it. Raises `FrameError` for a message that no reader would accept."""
-        if self.transport is None or self.transport.is_closing():
-            return
-        data = msgspec.msgpack.encode(message)
-        _checked_size(len(data).to_bytes(8, "little"), MAX_FRAME_BYTES)
-        data = len(data).to_bytes(HEADER, "little") + data
-        if not self._has_sent:  # a server that refuses a client answers its greeting, and closes
-            self._has_sent = True
-            self._write(data)
-            return
-        if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send_rest)
-        self._unsent.append(data)
+        """Messages of one turn of the event loop are written together, at its end: a write costs more than a message. A closed
+        connection ignores it. Raises `FrameError` for a message that no reader would accept."""
+        if self.transport is not None and not self.transport.is_closing():
+            data = msgspec.msgpack.encode(message)
+            _checked_size(len(data).to_bytes(8, "little"), MAX_FRAME_BYTES)
+            if not self._unsent:
+                asyncio.get_running_loop().call_soon(self.flush)
+            self._unsent.append(len(data).to_bytes(HEADER, "little") + data)
 
-    def _send_rest(self) -> None:
+    def flush(self) -> None:
+        """Write at once what was sent."""
         data = b"".join(self._unsent)
         self._unsent.clear()
-        self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        if data and self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
+
+    def close(self) -> None:
+        """After what was sent."""
+        self.flush()
+        if self.transport is not None:
+            self.transport.close()
 
 
 def send_descriptors(connection: socket.socket, message: Any, descriptors: Sequence[int]) -> None:

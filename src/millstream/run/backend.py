@@ -131,7 +131,7 @@ class LocalBackend:
         self._config = config
         self._places = places
         self._own_store: Store | None = None  # one of the user's own
-        self._store: SharedStore | None = None  # with rollout workers
+        self._store: SharedStore | None = None  # with rollout workers, or rows on disk
         self._client: StoreClient | None = None
 
     async def open(self, context: BackendContext) -> None:
@@ -170,14 +170,15 @@ class LocalBackend:
         if config.is_own:
             self._own_store = imports.load_part("store", config.kind)(plan, **config.args)
             return self._own_store
-        if not self._config.rollout.workers:
+        if not self._config.rollout.workers and config.memory_bytes is None:
             return MemoryStore(plan)
-        self._store = await asyncio.to_thread(lambda: SharedStore(make_plan(plan)))
+        made = make_plan(plan, memory_bytes=config.memory_bytes, spill=config.spill_folder)
+        self._store = await asyncio.to_thread(SharedStore, made)
         self._client = await self._store.connect("pipeline")
         return self._client
 
     def plan_workers(self, tokenizer: PreTrainedTokenizerBase) -> WorkerPlan | None:
-        if self._store is None or self._client is None:
+        if not self._config.rollout.workers or self._store is None or self._client is None:
             return None
         has_lines = uses_lines(self._config) and self._engines.are_processes
         store = self._store.plan, self._client

@@ -4,6 +4,7 @@ imports no torch.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -182,8 +183,11 @@ def check_engine_device(engine: EngineConfig, *, is_gpu: bool, is_apart: bool = 
 
 
 def checked_disk(config: RunConfig, place: Path) -> Iterator[str]:
-    """Room for the trained model and the checkpoints where the run folder will be. Raises `ConfigError` where not even the
-    model fits."""
+    """Room for the trained model and the checkpoints where the run folder will be, and a folder for the store's rows on disk.
+    Raises `ConfigError` where not even the model fits."""
+    spill = config.store.spill_folder
+    if spill is not None and not (Path(spill).is_dir() and os.access(spill, os.W_OK)):
+        raise ConfigError(f'store.spill_folder = "{spill}" is not a folder that can be written: mkdir "{spill}"')
     shape, device = find_shape(config), find_device(config)
     free = shutil.disk_usage(place).free
     model = 0 if shape is None else shape.parameters * BYTES[choose_dtype(config, device)]

@@ -55,6 +55,7 @@ def check_lengths(played: PlayedTasks, limit: int | None, text: TokenizerText) -
     context, of `limit` tokens. The number of prompts checked."""
     check_tools(played, text)
     tasks = played.shown_tasks()
+    text.open_together(task.prompt for task in tasks)
     for task in tasks:
         place = played.data.place_of(task)
         try:
@@ -86,11 +87,12 @@ def check_tools(played: PlayedTasks, text: TokenizerText) -> None:
 def unknown_text(text: TokenizerText, played: PlayedTasks) -> str:
     """A warning about prompts with text that the tokenizer does not know; empty if there are none."""
     tasks = played.shown_tasks()
-    strange = [task for task in tasks if not text.knows(text.opening(task.prompt))]
+    unknown = text.unknown_token
+    strange = [] if unknown is None else [task for task in tasks if unknown in text.opening(task.prompt)]
     if not strange:
         return ""
     tokens = [token for task in tasks for token in text.opening(task.prompt)]
-    share = tokens.count(text.tokenizer.unk_token_id) / len(tokens)
+    share = tokens.count(unknown) / len(tokens)
     pieces = ", ".join(map(repr, text.unknown_pieces(strange[0])[:MAX_PIECES]))
     return (
         f"{len(strange)} of {len(tasks)} prompts have something in them that the tokenizer does not know: the model sees "

@@ -261,7 +261,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             schedule=imports.absolute(learner.schedule),
         ),
         pipeline=structs.replace(config.pipeline, filter=imports.absolute(config.pipeline.filter)),
-        store=structs.replace(config.store, kind=imports.absolute(config.store.kind)),
+        store=structs.replace(
+            config.store, kind=imports.absolute(config.store.kind), spill_folder=_absolute(config.store.spill_folder)
+        ),
         weights=structs.replace(config.weights, kind=imports.absolute(config.weights.kind)),
         trackers=structs.replace(config.trackers, use=tuple(map(imports.absolute, config.trackers.use))),
         data=_data_with_absolute_paths(config.data),

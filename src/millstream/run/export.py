@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from millstream.config import load
 from millstream.errors import CheckpointError, ConfigError, LearnerError, OutputError
 from millstream.learner.state import read_trained
-from millstream.learner.torch import save_trained
+from millstream.learner.trainer import save_trained
 from millstream.model.adapters import save_adapters, trained_weights
 from millstream.model.load import load_weights
 from millstream.paths import kind_of, program

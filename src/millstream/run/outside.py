@@ -2,6 +2,7 @@
 
     RUN/outside.url                       where programs connect
     RUN/outside/PROCESS/version-000003.4  weights that programs load, the fourth that this process wrote; the newest are kept
+    RUN/outside/published                 where a learner outside writes its weights: nothing else is read
 
 No two folders of weights have the same name, also after a resume: a program has the newest if it has loaded that folder.
 """
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 OUTSIDE_FOLDER = "outside"
 OUTSIDE_URL = "outside.url"
+PUBLISHED = "published"
 NUM_KEPT = 3  # versions on disk: a program may still read the one before the newest
 
 
@@ -93,6 +95,9 @@ class OutsideParts:
             service_config(run), engine=self.engine, batches=self.batches, describe=self._describe, token=token
         )
         self._warned: set[str] = set()
+        self._offered = (run.folder.path / OUTSIDE_FOLDER / PUBLISHED).absolute()
+        if self.batches is not None:
+            self._offered.mkdir(parents=True, exist_ok=True)
         if self.engine is not None:
             self.engine.on_refused = self._warn
 
@@ -106,6 +111,7 @@ class OutsideParts:
             "groups_per_step": config.pipeline.groups_per_step,
             "group_size": config.rollout.group_size,
             "max_lag": config.pipeline.max_lag,
+            "publish_in": str(self._offered) if self.batches is not None else None,
             "sampling": msgspec.to_builtins(run.prepared.sampling),
         }
 
@@ -123,6 +129,7 @@ class OutsideParts:
             self.batches,
             version=run.start_version,
             tokenizer=run.prepared.tokenizer,
+            offered=self._offered,
             write=VersionFolders(run.folder.path / OUTSIDE_FOLDER, run.prepared.model).write,
             on_published=self.service.on_published,
         )
@@ -161,6 +168,7 @@ async def serving_outside(run: ActiveRun, fleet: Fleet) -> AsyncIterator[Outside
         token=token,
         max_requests=config.max_requests,
         limits=config.http,
+        port_option="outside.port",
     ) as url:
         file.write_text(f"{url}\n")
         try:

@@ -17,7 +17,7 @@ from millstream.algo import KNOWN_ADVANTAGES
 from millstream.algo.presets import LOSSES
 from millstream.engine.config import ENGINE_KINDS
 from millstream.env.config import BUILT_BY_RUN
-from millstream.env.data import sampled
+from millstream.env.data import own_sampler
 from millstream.env.resolve import BUILT_IN_ENVIRONMENTS
 from millstream.env.rewards.find import BUILT_IN_REWARDS
 from millstream.env.sandbox.config import DRIVERS
@@ -207,7 +207,7 @@ def _check_made(part: NamedPart, config: RunConfig) -> None:
         case "filter":
             group_filter(config.pipeline)
         case "sampler":
-            sampled((), config.data, seed=config.seed)
+            own_sampler(config.data)
         case "schedule":
             own_schedule(config.learner)
         case "engine":

@@ -198,7 +198,13 @@ class RayBackend:
         return open_publisher(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
-        self._store = await asyncio.to_thread(RayStore, build.store_plan(self._config, stages))
+        config = self._config.store
+        self._store = await asyncio.to_thread(
+            RayStore,
+            build.store_plan(self._config, stages),
+            memory_bytes=config.memory_bytes,
+            spill=config.spill_folder,
+        )
         self._emit_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
         self._client = await self._store.connect("pipeline")
         return self._client

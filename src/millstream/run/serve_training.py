@@ -14,8 +14,8 @@ from millstream.algo.recipe import supervised
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
 from millstream.learner import LearnerConfig
-from millstream.learner.direct import DirectLearner
 from millstream.learner.scorer import TorchScorer
+from millstream.learner.trainer import Trainer
 from millstream.model.adapter_rows import add_adapter_rows
 from millstream.model.adapters import add_adapters, trained_weights
 from millstream.model.load import context_length, set_up_cpu
@@ -35,7 +35,7 @@ SKIPPED_STEPS = 1 << 30  # a client sees a skipped step in its metrics, and deci
 
 
 class BaseParts:
-    """Makes learners, engines and scorers of one base. Adapters are put onto copies that share its weights."""
+    """Makes trainers, engines and scorers of one base. Adapters are put onto copies that share its weights."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: EngineConfig, learner: LearnerConfig
@@ -52,8 +52,8 @@ class BaseParts:
         add_adapters(made, shape, seed=seed)
         return made
 
-    def learner(self, shape: Shape, seed: int) -> DirectLearner:
-        return DirectLearner(self.copy(shape, seed), self._learner, supervised(), tokenizer=self._tokenizer)
+    def trainer(self, shape: Shape, seed: int) -> Trainer:
+        return Trainer(self.copy(shape, seed), self._learner, supervised(), tokenizer=self._tokenizer)
 
     def engine(self, shape: Shape, num_adapters: int) -> Engine:
         model = self.copy(shape)
@@ -91,7 +91,7 @@ def base_of(
         end_tokens=end_tokens(model, tokenizer),
         attention_layers=attention,
         mlp_layers=mlp,
-        make_learner=parts.learner,
+        make_trainer=parts.trainer,
         make_engine=parts.engine,
         make_scorer=parts.scorer,
         initial_weights=parts.initial_weights,

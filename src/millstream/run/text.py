@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -80,6 +80,15 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
             self._opened[key] = tokens
         return tokens
 
+    def open_together(self, contents: Iterable[Content]) -> None:
+        """Keep the openings of all that are strings, as far as there is room. Encoded one by one they would take twice as
+        long."""
+        new = [one for one in dict.fromkeys(one for one in contents if isinstance(one, str)) if one not in self._opened]
+        if new := new[: self.max_prompts_kept - len(self._opened)]:
+            for content, tokens in zip(new, self.tokenizer(new).input_ids, strict=True):
+                self._opened[content] = list(tokens)
+                self._warn_of_unknown(content, tokens)
+
     def render(self, messages: Sequence[Message]) -> str:
         if not self.tokenizer.chat_template:
             raise DataError(NO_TEMPLATE)
@@ -117,15 +126,16 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         """Without tools the template gets None: some write that there are tools for any list."""
         return str(self.tokenizer.apply_chat_template(chat, tools or None, add_generation_prompt=True, tokenize=False))
 
-    def knows(self, tokens: Sequence[int]) -> bool:
-        """Whether none of these tokens is the unknown token. A tokenizer of bytes has none."""
-        tokenizer = self.tokenizer
+    @property
+    def unknown_token(self) -> int | None:
+        """What the tokenizer writes for text that it does not know. None: there is no such text, as for one of bytes."""
+        tokenizer, found = self.tokenizer, self.tokenizer.unk_token_id
         others = (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        return tokenizer.unk_token_id in others or tokenizer.unk_token_id not in tokens
+        return None if found in others else int(found)
 
     def _warn_of_unknown(self, text: object, tokens: Sequence[int]) -> None:
         """Prompts are checked before the run; what an environment says is known only when it says it."""
-        if self.is_watched and not self.warnings and not self.knows(tokens):
+        if self.is_watched and not self.warnings and self.unknown_token in tokens:
             self.warnings.append(
                 f"the tokenizer does not know something in {text!r}: the model sees {self.tokenizer.unk_token}"
             )

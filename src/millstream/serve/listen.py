@@ -31,7 +31,14 @@ class _Inside(uvicorn.Server):
 
 @asynccontextmanager
 async def listening_at(
-    app: ASGIApp, host: str, port: int, *, token: str | None, max_requests: int, limits: HttpLimits
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    token: str | None,
+    max_requests: int,
+    limits: HttpLimits,
+    port_option: str = "--port",
 ) -> AsyncIterator[str]:
     """Serve while the block lasts, in a program that has its own signal handlers. Yields the URL. Raises as `listen` does."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -44,6 +51,7 @@ async def listening_at(
             max_requests=max_requests,
             limits=limits,
             on_ready=ready.set_result,
+            port_option=port_option,
             handles_signals=False,
         )
     )
@@ -67,11 +75,12 @@ async def listen(
     max_requests: int,
     limits: HttpLimits,
     on_ready: Callable[[str], None],
+    port_option: str = "--port",
     handles_signals: bool = True,
 ) -> None:
     """Port 0: a free one. `on_ready` is called with the URL. Requests that wait at the end are cancelled. `token` is what the
     app requires: raises `ConfigError` if other machines can reach the host and there is none. `max_requests` is the number
-    that the app serves at once: the number of connections follows from it."""
+    that the app serves at once: the number of connections follows from it. `port_option`: what sets the port, for messages."""
     check_token(host, token)
     table = ConnectionTable(max_requests)
     is_six = ":" in host
@@ -83,7 +92,7 @@ async def listen(
             listening.bind((host, port))
             listening.listen(table.backlog)
         except OSError as wrong:
-            advice = ". Choose another --port; 0 is any free one" if wrong.errno == errno.EADDRINUSE else ""
+            advice = f". Choose another {port_option}; 0 is any free one" if wrong.errno == errno.EADDRINUSE else ""
             raise ConfigError(f"cannot listen on {host}:{port}: {wrong.strerror or wrong}{advice}") from wrong
         name = f"[{host}]" if is_six else host
         protocol = partial(LimitedProtocol, limits=limits, table=table)

@@ -8,6 +8,7 @@ a prefix of the request.
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
@@ -38,29 +39,37 @@ class ReplicaOrder:
 
     def cheapest(self, routed: RoutedRequest) -> Replica | None:
         """Of those that may take the request, the one with the lowest price, of equal ones the first; crowded ones last."""
-        self._update()
         now = asyncio.get_running_loop().time()
-        found = [(*replica.price(routed), replica.number, replica) for replica in self._with_prefix(routed, now)]
+        if len(self._replicas) == 1:
+            (only,) = self._replicas.values()
+            return only if only.may_take(routed.floor, now, routed.pin) else None
+        self._update()
+        prompt = PROMPT_TOKEN * len(routed.remaining.tokens)
+        found, lowest = list[tuple[float, int, int, Replica]](), math.inf  # `lowest`: of those that are not crowded
         for slots, entries in self._by_slots.items():
-            missing, least, least_work = PROMPT_TOKEN * len(routed.remaining.tokens), None, -1.0
+            least, least_work = math.inf, -1.0
             for work, _, _, replica in entries:
-                if least is not None and (work + missing) / slots > least:
+                if (work + prompt) / slots > least:
                     break
                 if work == least_work or not replica.may_take(routed.floor, now, routed.pin):
                     continue
                 price = replica.price(routed)
                 found.append((*price, replica.number, replica))
-                if (least is None or price[0] < least) and not replica.is_crowded:
+                if price[0] < least and not replica.is_crowded:
                     least, least_work = price[0], work
+            lowest = min(lowest, least)
+        for replica in self._with_prefix(routed):  # a prefix is worth its prompt at most twice: see `Replica.price`
+            is_near = (replica.work - prompt) / replica.engine.slots <= lowest
+            if is_near and replica.may_take(routed.floor, now, routed.pin):
+                found.append((*replica.price(routed), replica.number, replica))
         found.sort(key=itemgetter(0, 1, 2))
         in_order = [replica for *_, replica in found]
         return next((replica for replica in in_order if not replica.is_crowded), in_order[0] if in_order else None)
 
-    def _with_prefix(self, routed: RoutedRequest, now: float) -> Iterator[Replica]:
+    def _with_prefix(self, routed: RoutedRequest) -> Iterator[Replica]:
         for prefix in routed.prefixes:
             for name in prefix.versions:
-                replica = self._replicas.get(name)
-                if replica is not None and replica.may_take(routed.floor, now, routed.pin):
+                if (replica := self._replicas.get(name)) is not None:
                     yield replica
 
     def _update(self) -> None:

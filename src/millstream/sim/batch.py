@@ -16,7 +16,8 @@ from millstream.sim.costs import Costs
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled
 
 ROUNDING = 1e-3  # of a token: so close to full is full
-LOGPROBS = tuple(-(1 + byte) / 64 for byte in range(256))
+SAMPLED = tuple(random.Random(0).randbytes(2**16))
+LOGPROBS = tuple(-(1 + byte) / 64 for byte in random.Random(1).randbytes(2**16))
 
 
 class SimRequest(Struct, eq=False):
@@ -53,10 +54,11 @@ class SimRequest(Struct, eq=False):
 
     def sampled(self, begin: int, versions: list[int]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
         """Token i and its log-probability are functions of the seed and of i: a request that was cut has a prefix, and one that
-        was interrupted continues after it."""
-        first, last = self.request.num_sampled + begin, self.request.num_sampled + len(versions)
-        raw = random.Random(self.request.seed + 1).randbytes(4 * math.ceil(last / 2))[2 * first : 2 * last]
-        return tuple(raw[0::2]), tuple(map(LOGPROBS.__getitem__, raw[1::2])), tuple(versions[begin:])
+        was interrupted continues after it. They are a slice of a table, which begins again after its end."""
+        start = self.request.seed % len(SAMPLED) + self.request.num_sampled
+        first, last = start + begin, start + len(versions)
+        times = math.ceil(last / len(SAMPLED))
+        return (SAMPLED * times)[first:last], (LOGPROBS * times)[first:last], tuple(versions[begin:])
 
 
 class SimBatch:

@@ -15,11 +15,12 @@ from typing import Literal, NamedTuple
 from msgspec import Struct, field
 
 from millstream.errors import ConfigError
-from millstream.events import RolloutEnded
+from millstream.events import RolloutEnded, RunStarted
 from millstream.events.sinks import read_kinds
+from millstream.seeds import request_seed
 from millstream.sim.costs import Costs
 from millstream.sim.draws import Draw, constant, lognormal, mixture, truncated_normal
-from millstream.types import Finish
+from millstream.types import Finish, RequestKey
 
 
 class Distribution(NamedTuple):
@@ -39,7 +40,7 @@ class DrawConfig(Struct, frozen=True, kw_only=True):
     """fixed: always the mean. geometric: without memory, as tokens of a model with random weights. lognormal: a heavy tail.
     normal: values below 0 are drawn again. file: the numbers of a file, one a line. prompts: as file, and a line has the
     numbers of one prompt; as lengths, the run's data are these prompts, epoch after epoch. run: lengths of a run's rollouts,
-    each of all of its turns."""
+    each of all of its turns; with the seed of that run, a rollout that it had too has the length that it had there."""
     mean: float | None = None
     """Of fixed, geometric, lognormal and normal."""
     sigma: float | None = None
@@ -78,7 +79,7 @@ class DrawConfig(Struct, frozen=True, kw_only=True):
                 every = one_of([number for line in lines for number in line])
                 return every._replace(prompts=tuple(one_of(line).draw for line in lines))
             case "run":
-                return one_of(_lengths_of_run(Path(self.path or "")))
+                return _lengths_of_run(Path(self.path or ""))
 
 
 def one_of(numbers: Sequence[float]) -> Distribution:
@@ -114,15 +115,25 @@ def _numbers_in(path: Path) -> list[list[float]]:
     return numbers
 
 
-def _lengths_of_run(path: Path) -> list[float]:
-    """Of the rollouts that ended and that no resume has undone. A rollout that was cut counts with the length that it had."""
-    events = path / "events.jsonl"
-    found = read_kinds(events, RolloutEnded, is_history=True)
-    ended = [event for _, event in found if isinstance(event, RolloutEnded)]
-    lengths = [float(event.num_sampled) for event in ended if event.finish is not Finish.ABORT and event.num_sampled]
+def _lengths_of_run(path: Path) -> Distribution:
+    """Of the rollouts that ended and that no resume has undone. A rollout that was cut counts with the length that it had. One
+    that the run has (the generator has the seed of its request) has its length, any other that of one of them."""
+    log = path / "events.jsonl"
+    events = [event for _, event in read_kinds(log, RolloutEnded, RunStarted, is_history=True)]
+    ended = [event for event in events if isinstance(event, RolloutEnded) and event.finish is not Finish.ABORT]
+    lengths = [float(event.num_sampled) for event in ended if event.num_sampled]
     if not lengths:
-        raise ConfigError(f"{events} has no rollout that ended: name a run that has trained for some steps")
-    return lengths
+        raise ConfigError(f"{log} has no rollout that ended: name a run that has trained for some steps")
+    seed, known = next((event.seed for event in events if isinstance(event, RunStarted)), 0), dict[float, float]()
+    for event in ended:
+        key = RequestKey(group_id=event.group_id, member=event.member, attempt=event.attempt)
+        known[random.Random(request_seed(seed, "train", key)).random()] = float(max(1, event.num_sampled))
+
+    def draw(rng: random.Random) -> float:
+        number = rng.random()
+        return known.get(number) or lengths[int(number * len(lengths))]
+
+    return Distribution(draw, max(lengths))
 
 
 class SimEnvironmentConfig(Struct, frozen=True, kw_only=True):

@@ -134,6 +134,14 @@ class StoreWaiter(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class PartitionStats(Struct, frozen=True, kw_only=True):
+    rows: int
+    groups: int
+    bytes: int
+    by_stage: dict[str, dict[str, int]] = {}
+    """As in `StoreStats`."""
+
+
 class StoreStats(Struct, frozen=True, kw_only=True):
     rows: int
     groups: int
@@ -153,6 +161,12 @@ class StoreStats(Struct, frozen=True, kw_only=True):
     rows_claimed: int = 0
     rows_freed: int = 0
     """Totals since the store was created: the difference of two reports is a rate."""
+    operations: dict[str, int] = {}
+    """How many of each kind the store has carried out: put, write, close, claim, ..."""
+    spilled_bytes: int = 0
+    """On disk."""
+    by_partition: dict[str, PartitionStats] = {}
+    """Those that have rows or groups."""
 
 
 class Store(Protocol):

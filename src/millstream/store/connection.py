@@ -116,8 +116,8 @@ class CoordinatorConnection:
         self._fail(StoreError("this client of the store was closed"))
         if self._reconnecting is not None:
             self._reconnecting.cancel()
-        if self._connection is not None and self._connection.transport is not None:
-            self._connection.transport.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def _send(self, number: int, body: wire.RequestBody) -> None:
         if self._connection is not None:

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from millstream.clock import RealClock
 from millstream.errors import StoreError
@@ -62,25 +62,32 @@ class StorePlan(Struct, frozen=True, kw_only=True):
     node: str
     memory: str
     """The folder of this node's segments."""
+    memory_bytes: int | None = None
+    """What segments in memory may have on each node. None: no bound."""
+    spill: str | None = None
+    """The folder on each node for the segments beyond that bound."""
     journal: str
     """The folder of the journal."""
     is_temporary: bool = True
     """Whether that folder is removed when the store is closed."""
     disconnect_s: float = DISCONNECT_S
+    shard: int = 0
+    """Its number among the coordinators of a store."""
 
 
 class Coordinator:
     def __init__(self, plan: StorePlan) -> None:
         self._plan = plan
         self._clock = RealClock(start=time.time())  # the ages of rows outlive this process
-        self._server = SegmentServer(Path(plan.memory), plan.token)
+        self._server = SegmentServer(Path(plan.memory), plan.token, plan.spill)
         self.sessions = ClientSessions(plan.token, plan.disconnect_s, self._on_request, self._on_expired)
-        self.pool = SegmentPool(plan.node, self.sessions, self._server)
+        self.pool = SegmentPool(plan.node, self.sessions, self._server, plan.memory_bytes)
         self.table = RowTable(
             plan.tasks,
             capacity_rows=plan.capacity_rows,
             capacity_bytes=plan.capacity_bytes,
-            on_free=lambda block: self.pool.free(block.payload.segment),
+            shard=plan.shard,
+            on_free=self.pool.free,
         )
         self._puts = PutQueue(self.table, self._clock)
         self._claims = ClaimQueues(self.table, self._clock, on_grant=self._record_grant, give_back=self._give_back)
@@ -123,8 +130,7 @@ class Coordinator:
         except StoreError as error:
             answer = failure_of(error)
         except Exception as error:  # a bug: answer with the error, and restart from the journal
-            session.answer(number, wire.RequestFailed("StoreError", f"the coordinator failed: {error!r}"))
-            _crash(error)
+            _crash(error, session, number, f"the coordinator failed: {error!r}")
         if answer is not None:
             session.answer(number, answer)
         if self._journal.is_long:
@@ -154,7 +160,8 @@ class Coordinator:
                 return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition))
             case wire.GetStats():
                 consumers = [*self._claims.waiters(), *self._watch.waiters()]
-                return wire.StatsReply(self.table.stats(self._clock.now(), consumers, self._puts.waiters()))
+                stats = self.table.stats(self._clock.now(), consumers, self._puts.waiters())
+                return wire.StatsReply(structs.replace(stats, spilled_bytes=self.pool.spilled_bytes))
             case wire.GetLostRows():
                 return wire.LostRowsReply(self._lost)
             case wire.CancelRequest():
@@ -198,16 +205,45 @@ class Coordinator:
         return answer
 
     def _apply_and_record(self, client: str, number: int, change: Change) -> wire.ReplyBody:
-        now = self._clock.now()
+        now, given = self._clock.now(), change
+        if self._plan.memory_bytes is not None:
+            change = self._spill(given)
         try:
             answer = self._apply(change, now)
-            self._journal.append(JournalRecord(client, number, now, change))
         except StoreError:
+            self._discard_spilled(given, change)
             raise
-        except Exception as error:  # such as a full disk: the table must not be ahead of the journal
+        except Exception as error:
             _crash(error)
+        self._record(client, number, change, now)
+        for block in wire.blocks_of(change):
+            self.pool.adopt(block)
         session = self.sessions.by_name.get(client)
         return answer if session is None else session.remembered(number, answer)
+
+    def _spill(self, change: Change) -> Change:
+        """The change, with payloads that do not fit into memory in segments on disk."""
+        match change:
+            case wire.PutRows() | wire.WriteCells():
+                return structs.replace(change, block=self.pool.spill(change.block))
+            case wire.RestorePartition(saved=saved):
+                blocks = [(places, self.pool.spill(block)) for places, block in saved.blocks]
+                return structs.replace(change, saved=structs.replace(saved, blocks=blocks))
+        return change
+
+    def _discard_spilled(self, given: Change, spilled: Change) -> None:
+        for segment in set(wire.segments_of(spilled)) - set(wire.segments_of(given)):
+            self.pool.discard(segment.name)
+
+    def _record(self, client: str, number: int, change: Change | Grant, now: float) -> None:
+        """Into the journal. If that fails, the table must not be ahead of it: the client gets the error, and the coordinator is
+        restarted without the change."""
+        try:
+            self._journal.append(JournalRecord(client, number, now, change))
+        except Exception as error:  # such as a full disk
+            hint = "Free space on that disk, or set TMPDIR to a folder of another one and start again"
+            failed = f'the store cannot write its journal in "{self._plan.journal}": {error}. {hint}'
+            _crash(error, self.sessions.by_name.get(client), number, failed)
 
     def _apply(self, change: Change, now: float) -> wire.ReplyBody:
         if isinstance(change, LoseNode):
@@ -258,7 +294,6 @@ class Coordinator:
         answer = self._apply_and_record(session.name, number, change)
         for segment, owner in zip(segments, owners, strict=True):
             self._puts.use(*owner.reserved.pop(segment.name, (0, 0)))
-            self.pool.adopt(segment)
         self._serve_after(change)
         return answer
 
@@ -304,14 +339,14 @@ class Coordinator:
         return None
 
     def _record_grant(self, lease: LeaseEntry, number: int) -> None:
-        self._journal.append(JournalRecord(lease.holder, number, self._clock.now(), Grant.of(lease)))
+        self._record(lease.holder, number, Grant.of(lease), self._clock.now())
         session = self.sessions.by_name.get(lease.holder)
         if session is not None:
             session.grants[number] = lease.id
 
     def _give_back(self, lease_id: int) -> None:
         self.table.give_back(lease_id)
-        self._journal.append(JournalRecord("", 0, self._clock.now(), wire.GiveBackLease(lease_id)))
+        self._record("", 0, wire.GiveBackLease(lease_id), self._clock.now())
         self._watch.notify()
 
     def _show(self, session: ClientSession, lease: LeaseEntry) -> wire.LeaseGranted:
@@ -358,8 +393,8 @@ class Coordinator:
                     replay_grant(self.table, grant, record.client)
                     self.sessions.find(record.client).grants[record.number] = grant.lease_id
                 case change:
-                    for segment in wire.segments_of(change):
-                        self.pool.adopt(segment)
+                    for block in wire.blocks_of(change):
+                        self.pool.adopt(block)
                     answer = self._apply(change, record.at)
                     if record.client:
                         self.sessions.find(record.client).remembered(record.number, answer)
@@ -389,7 +424,11 @@ class Coordinator:
         self._journal.rewrite(JournalRecord("", 0, self._clock.now(), state))
 
 
-def _crash(error: Exception) -> NoReturn:
-    """The table may be half changed, or ahead of the journal: end, and be restarted from the journal."""
+def _crash(error: Exception, session: ClientSession | None = None, number: int = 0, why: str = "") -> NoReturn:
+    """The table may be half changed, or ahead of the journal: end, and be restarted from the journal. `session`: the client
+    whose request it was, and is told why."""
+    if session is not None and session.connection is not None:
+        session.answer(number, wire.RequestFailed("StoreError", why))
+        session.connection.flush()
     traceback.print_exception(error)
     os._exit(os.EX_SOFTWARE)

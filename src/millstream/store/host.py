@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,8 +26,9 @@ from millstream.retry import BackOff
 from millstream.store.base import Reads
 from millstream.store.client import Address, StoreClient
 from millstream.store.coordinator import Coordinator, StorePlan
-from millstream.store.segments import segment_folder, segment_folders
+from millstream.store.segments import link_disk, remove_segments, segment_folder, segment_folders
 from millstream.store.sessions import DISCONNECT_S
+from millstream.store.sharded import ShardedClient
 
 STORES = "millstream-store-"
 STORE_CONNECT_S = 30.0
@@ -40,25 +42,36 @@ def make_plan(
     *,
     capacity_rows: int | None = None,
     capacity_bytes: int | None = None,
+    memory_bytes: int | None = None,
+    spill: str | None = None,
     host: str = "127.0.0.1",
     node: str = "here",
     folder: Path | None = None,
     disconnect_s: float = DISCONNECT_S,
+    shard: int = 0,
 ) -> StorePlan:
-    """`folder`: of the journal; by default a temporary one."""
+    """`folder`: of the journal; by default a temporary one. `memory_bytes`: of each node; further rows are on disk, in `spill`,
+    by default the folder for temporary files. Raises `StoreError` if that cannot be written."""
     name = secrets.token_hex(6)
+    memory = segment_folder(name, node)
+    if memory_bytes is not None:
+        spill = spill or tempfile.gettempdir()
+        link_disk(memory, Path(spill))
     return StorePlan(
         tasks=dict(tasks),
         capacity_rows=capacity_rows,
         capacity_bytes=capacity_bytes,
+        memory_bytes=memory_bytes,
+        spill=spill,
         host=host,
         port=_free_port(host),
         token=secrets.token_hex(16),
         node=node,
-        memory=str(segment_folder(name, node)),
+        memory=str(memory),
         journal=str(folder or folders.make(STORES, _remove_memory, name=name)),
         is_temporary=folder is None,
         disconnect_s=disconnect_s,
+        shard=shard,
     )
 
 
@@ -66,7 +79,7 @@ def _remove_memory(journal: Path) -> None:
     """The segments of a store whose owner and coordinator were killed."""
     name = journal.name.removeprefix(STORES).partition("-")[0]
     for folder in segment_folders(name):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_segments(folder)
 
 
 def _free_port(host: str) -> int:
@@ -124,7 +137,7 @@ class SharedStore:
         while self._watching.is_alive():  # it may be restarting the process just now
             self.process.terminate()
             self._watching.join(0.1)
-        shutil.rmtree(self.plan.memory, ignore_errors=True)
+        remove_segments(Path(self.plan.memory))
         if self.plan.is_temporary:
             folders.remove(Path(self.plan.journal))
 
@@ -135,10 +148,35 @@ class SharedStore:
         self.close()
 
 
+class ShardedStore:
+    """A running store of several coordinators: see `millstream.store.sharded`. Processes connect with `addresses`."""
+
+    def __init__(self, tasks: Mapping[str, Reads], shards: int, **more: Any) -> None:
+        """`more`: of `make_plan`. Capacities and bounds are of each coordinator."""
+        self.shards = [SharedStore(make_plan(tasks, shard=number, **more)) for number in range(shards)]
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [shard.address for shard in self.shards]
+
+    async def connect(self, name: str | None = None) -> ShardedClient:
+        return await ShardedClient.connect(self.addresses, name, give_up_s=STORE_CONNECT_S)
+
+    def close(self) -> None:
+        for shard in self.shards:
+            shard.close()
+
+    def __enter__(self) -> ShardedStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 def _end_with_parent(plan: StorePlan) -> None:
     """Exit when the parent does: it alone holds the other end of our standard input."""
     sys.stdin.buffer.read()
-    shutil.rmtree(plan.memory, ignore_errors=True)
+    remove_segments(Path(plan.memory))
     os._exit(0)
 
 

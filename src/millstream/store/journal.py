@@ -266,8 +266,7 @@ def load_state(state: FullState, table: RowTable, pool: SegmentPool) -> None:
     for block_id, spec in state.blocks.items():
         mask = table.tasks.mask(spec.columns)
         blocks[block_id] = RowBlock(block_id, spec.columns, spec.nbytes, spec.payload, mask, 0)
-        if spec.payload.segment is not None:
-            pool.adopt(spec.payload.segment)
+        pool.adopt(spec)
     table.num_bytes = sum(block.nbytes for block in blocks.values())
     for saved in state.partitions:
         _load_partition(saved, table, blocks)

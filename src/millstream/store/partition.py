@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from millstream.errors import StoreError
+from millstream.store.base import PartitionStats
 from millstream.store.ready import ReadyQueue
 from millstream.store.rows import GroupEntry, LeaseEntry, RowEntry, StoreTask, TaskSet, Unit, rows_in
+
+STATES = ("waiting", "ready", "leased", "done")
+"""Of a row, for a task. Waiting: for a column or another task."""
 
 
 class Partition:
@@ -18,6 +22,7 @@ class Partition:
     def __init__(self, name: str, tasks: TaskSet) -> None:
         self.name = name
         self._tasks = tasks
+        self.num_bytes = 0
         self.rows: dict[int, RowEntry] = {}
         self.groups: dict[int, GroupEntry] = {}
         self.ready = {task.name: ReadyQueue(by_group=task.by_group) for task in tasks.all}
@@ -27,6 +32,14 @@ class Partition:
         self.uncovered: dict[int, list[RowEntry]] = {}  # rows that all tasks are done with, by their last step
         self.covered = -1
         self.is_finished = False
+
+    def stats(self) -> PartitionStats:
+        by_stage = {}
+        for name in self._tasks.by_name:
+            ready, leased, done = self.ready[name].num_rows, self.num_leased[name], self.num_done[name]
+            counts = (len(self.rows) - ready - leased - done, ready, leased, done)
+            by_stage[name] = dict(zip(STATES, counts, strict=True))
+        return PartitionStats(rows=len(self.rows), groups=len(self.groups), bytes=self.num_bytes, by_stage=by_stage)
 
     # ---- rows are added and become ready -----------------------------------------------------------------------------
 

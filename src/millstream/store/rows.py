@@ -114,6 +114,8 @@ class RowBlock(Struct, eq=False, gc=False):
     payload: Any
     mask: int
     num_live: int
+    partition: str = ""
+    """That its bytes count for: of its first row."""
 
 
 class RowEntry(Struct, eq=False):
@@ -327,6 +329,8 @@ def num_bytes_of(columns: Columns, num_rows: int) -> int:
         size = getattr(cells, "nbytes", None)
         if size is not None:
             nbytes += int(size)
+        elif num_rows == 1:
+            nbytes += _num_bytes(cells[0])
         else:
             nbytes += sum(map(getsizeof if _SCALARS.issuperset(map(type, cells)) else _num_bytes, cells))
     return nbytes
@@ -336,6 +340,9 @@ def _num_bytes(cell: Any) -> int:
     """Of a cell with everything that is nested in it."""
     if type(cell) in _SCALARS:
         return getsizeof(cell)
+    size = getattr(cell, "nbytes", None)
+    if size is not None:
+        return int(size)
     nbytes, unseen = 0, [cell]
     while unseen:
         one = unseen.pop()

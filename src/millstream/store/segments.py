@@ -1,8 +1,9 @@
 """Segments of shared memory: files in a folder in a node's memory, written once by a producer and mapped by readers.
 
 A file outlives the process that wrote it. A removed file stays readable for processes that have it mapped, so that bytes never
-change under a view. `segment_pool` says when a file may be reused. Each node has a segment server, which removes segments that
-are not needed any more and sends others to other nodes; when it dies and is started again, nothing is lost.
+change under a view. `segment_pool` says when a file may be reused, and which segments are files on disk because memory is full:
+the folder has a link to theirs. Each node has a segment server, which removes segments that are not needed any more and sends
+others to other nodes; when it dies and is started again, nothing is lost.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import mmap
 import os
 import re
 import shutil
+import socket
 import tempfile
 import threading
 import weakref
@@ -25,13 +27,13 @@ import numpy as np
 
 from millstream.errors import StoreError
 from millstream.store.connection import CoordinatorConnection
-from millstream.store.wire import ReplyBody, Segment, StoreHello, UnlinkSegments
+from millstream.store.wire import DISK, ReplyBody, Segment, StoreHello, UnlinkSegments
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_FREE_BYTES = 256 << 20
 MAX_MAPPED_BYTES = 256 << 20
 """Idle mappings that a process keeps for the next use."""
-SEGMENT_NAME = re.compile(r"[0-9a-f]+-[0-9]+")
+SEGMENT_NAME = re.compile(rf"[0-9a-f]+-[0-9]+(-{DISK})?")
 MAX_REQUEST_BYTES = 1024
 FETCH_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 30.0
@@ -53,6 +55,41 @@ def segment_folders(store: str) -> list[Path]:
     """The folders of a store that are on this machine."""
     places = {SHARED_MEMORY, Path(tempfile.gettempdir())}
     return [folder for place in places for folder in place.glob(f"millstream-{store}-*")]
+
+
+def segment_path(folder: Path, name: str) -> Path:
+    return folder / DISK / name if name.endswith(DISK) else folder / name
+
+
+def link_disk(folder: Path, spill: Path) -> None:
+    """Make the folder on disk that goes with a folder of segments, and the link to it."""
+    target = spill / f"{folder.name}-{DISK}"
+    try:
+        target.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (folder / DISK).symlink_to(target, target_is_directory=True)
+    except OSError as error:
+        raise StoreError(
+            f'rows cannot go to disk in "{spill}": {error.strerror}. Set store.spill_folder to a folder that exists on '
+            "every node and can be written"
+        ) from error
+
+
+def remove_segments(folder: Path) -> None:
+    """The folder, and that of its segments on disk."""
+    with suppress(OSError):
+        shutil.rmtree((folder / DISK).readlink(), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_segment(folder: Path, segment: Segment, data: bytes) -> None:
+    path = segment_path(folder, segment.name)
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise _no_space(error, segment, path.parent) from error
 
 
 def size_class(nbytes: int) -> int:
@@ -77,16 +114,18 @@ class Segments:
         found = self._written.get(segment.name)
         if found is None:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._folder / segment.name
+            path = segment_path(self._folder, segment.name)
             try:
                 number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
                     os.posix_fallocate(number, 0, segment.size)
-                    found = self._written[segment.name] = mmap.mmap(number, segment.size)
+                    found = mmap.mmap(number, segment.size)
                 finally:
                     os.close(number)
             except OSError as error:
-                raise _no_memory(error, segment, self._folder) from error
+                raise _no_space(error, segment, path.parent) from error
+            if not segment.is_on_disk:  # it is not reused, and a mapping would hold its place on the disk
+                self._written[segment.name] = found
         return memoryview(found)
 
     def forget_written(self, name: str) -> None:
@@ -104,7 +143,7 @@ class Segments:
         return array
 
     def _map(self, segment: Segment, *, is_private: bool) -> mmap.mmap:
-        path = self._folder / segment.name
+        path = segment_path(self._folder, segment.name)
         try:
             number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -113,7 +152,9 @@ class Segments:
             if is_private:
                 return mmap.mmap(number, segment.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._mapped[segment.name] = mapped = mmap.mmap(number, segment.size, flags, mmap.PROT_READ)
+            mapped = mmap.mmap(number, segment.size, flags, mmap.PROT_READ)
+            if not segment.is_on_disk:
+                self._mapped[segment.name] = mapped
             return mapped
         finally:
             os.close(number)
@@ -136,20 +177,26 @@ class Segments:
                     held -= len(cache.pop(name))
 
 
-def _no_memory(error: OSError, segment: Segment, folder: Path) -> StoreError:
-    hint = "set the store's capacity_bytes lower" if error.errno in (errno.ENOSPC, errno.ENOMEM) else "see the message"
-    return StoreError(f"no segment of {segment.size} bytes in {folder}: {error.strerror}; {hint}")
+def _no_space(error: OSError, segment: Segment, folder: Path) -> StoreError:
+    found = f'no segment of {segment.size} bytes in "{folder.resolve()}": {error.strerror}'
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+        return StoreError(found)
+    if segment.is_on_disk:
+        return StoreError(f"{found}. Free space on that disk, or set store.spill_folder to a folder of another one")
+    return StoreError(f"{found}. Set store.memory_gb to less than that memory: further rows go to disk")
 
 
 # ---- the server of a node ---------------------------------------------------------------------------------------------
 
 
 class SegmentServer:
-    """Serves the segments of one folder."""
+    """Serves the segments of one folder. `spill`: where its segments on disk are. Raises `StoreError` if that cannot be."""
 
-    def __init__(self, folder: Path, token: str) -> None:
+    def __init__(self, folder: Path, token: str, spill: str | None = None) -> None:
         self.folder = folder
         self._token = token
+        if spill is not None:
+            link_disk(folder, Path(spill))
 
     async def serve(self, host: str, port: int = 0) -> asyncio.Server:
         return await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
@@ -162,7 +209,7 @@ class SegmentServer:
             token, _, name = request.decode().strip().partition(" ")
             if not hmac.compare_digest(token.encode(), self._token.encode()) or not SEGMENT_NAME.fullmatch(name):
                 return
-            with (self.folder / name).open("rb") as file:
+            with segment_path(self.folder, name).open("rb") as file:
                 await asyncio.get_running_loop().sendfile(writer.transport, file)
         except (OSError, ValueError):
             pass  # the segment or the client is gone: the connection closes without the bytes
@@ -174,28 +221,36 @@ class SegmentServer:
     def unlink(self, names: list[str]) -> None:
         for name in names:
             with suppress(FileNotFoundError):
-                (self.folder / name).unlink()
+                segment_path(self.folder, name).unlink()
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_segments(self.folder)
 
     def names(self) -> list[str]:
-        with suppress(FileNotFoundError):
-            return [path.name for path in self.folder.iterdir()]
-        return []
+        found: list[str] = []
+        for folder in (self.folder, self.folder / DISK):
+            with suppress(FileNotFoundError):
+                found += [path.name for path in folder.iterdir() if path.name != DISK]
+        return found
 
 
-async def fetch_segment(address: tuple[str, int], token: str, name: str, nbytes: int) -> bytearray:
-    """The first bytes of a segment of another node."""
+async def fetch_segment(
+    address: tuple[str, int], token: str, name: str, nbytes: int
+) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The first bytes of a segment of another node, copied once, from the socket to where they stay."""
+    loop, found, num = asyncio.get_running_loop(), np.empty(nbytes, np.uint8), 0
     try:
         async with asyncio.timeout(FETCH_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
-            try:
-                writer.write(f"{token} {name}\n".encode())
-                return bytearray(await reader.readexactly(nbytes))
-            finally:
-                writer.close()
-    except (OSError, asyncio.IncompleteReadError) as error:  # a timeout is an OSError
+            with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as line:
+                line.setblocking(False)
+                await loop.sock_connect(line, address)
+                await loop.sock_sendall(line, f"{token} {name}\n".encode())
+                while num < nbytes and (count := await loop.sock_recv_into(line, found.data[num:])):
+                    num += count
+        if num < nbytes:
+            raise ConnectionResetError(f"{num} of {nbytes} bytes came")
+        return found
+    except OSError as error:  # also a timeout
         raise StoreError(
             f"the segment {name} of the node at {address[0]}:{address[1]} cannot be read: {error}"
         ) from error

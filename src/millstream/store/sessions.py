@@ -129,8 +129,7 @@ class ClientSessions:
             connection.send(
                 wire.StoreReply(number, wire.RequestFailed("StoreError", "the token is not that of this store"))
             )
-            assert connection.transport is not None
-            connection.transport.close()
+            connection.close()
             return []
         session = self.find(hello.client)
         if session.connection is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from millstream.errors import StoreError
 from millstream.store.base import Reads, StoreStats, StoreWaiter, Want
-from millstream.store.partition import Partition
+from millstream.store.partition import STATES, Partition
 from millstream.store.rows import (
     BlockSpec,
     GroupEntry,
@@ -33,6 +33,8 @@ from millstream.store.rows import (
 MAX_WAITERS_SHOWN = 20
 GENERATION_SHIFT = 40
 """An id is generation << 40 | number. A restore begins a generation: ids of the history it cut off are never given again."""
+SHARD_SHIFT = 56
+"""The first generation of a store of several coordinators (`sharded`) is the coordinator's number << 16."""
 
 GROUPS_PER_ROW = 2
 """Of a store with a capacity in rows: as many groups without rows fit as rows."""
@@ -47,6 +49,7 @@ class RowTable:
         *,
         capacity_rows: int | None = None,
         capacity_bytes: int | None = None,
+        shard: int = 0,
         on_free: Callable[[RowBlock], None] = lambda block: None,
     ) -> None:
         self.tasks = TaskSet(tasks)
@@ -57,13 +60,14 @@ class RowTable:
         self.rows: dict[int, RowEntry] = {}
         self.leases: dict[int, LeaseEntry] = {}
         self.num_bytes = 0
+        self.operations: Counter[str] = Counter()
         self.rows_put = 0
         self.rows_claimed = 0
         self.rows_freed = 0
-        self.generation = 0
+        self.generation = shard << SHARD_SHIFT - GENERATION_SHIFT
         self.next_row = 0
         self.num_blocks = 0
-        self.num_leases = 0
+        self.num_leases = shard << SHARD_SHIFT
 
     @property
     def num_rows(self) -> int:
@@ -132,8 +136,9 @@ class RowTable:
         self.next_row += num_rows
         ids = range(first, first + num_rows)
         lines = zip(ids, group_ids, versions, tokens, strict=True)
-        part.offer(self._add(part, groups, lines, self._new_block(block, num_rows), now))
+        part.offer(self._add(part, groups, lines, self._new_block(block, num_rows, partition), now))
         self.rows_put += num_rows
+        self.operations["put"] += 1
         return ids
 
     def _add(
@@ -154,17 +159,23 @@ class RowTable:
         part.add(rows)
         return rows
 
-    def _new_block(self, spec: BlockSpec[Any], num_rows: int) -> RowBlock:
+    def _new_block(self, spec: BlockSpec[Any], num_rows: int, partition: str) -> RowBlock:
         self.num_blocks += 1
-        self.num_bytes += spec.nbytes
-        columns = spec.columns
-        return RowBlock(self.num_blocks, columns, spec.nbytes, spec.payload, self.tasks.mask(columns), num_rows)
+        columns, nbytes = spec.columns, spec.nbytes
+        self.num_bytes += nbytes
+        self.partitions[partition].num_bytes += nbytes
+        mask = self.tasks.mask(columns)
+        return RowBlock(self.num_blocks, columns, nbytes, spec.payload, mask, num_rows, partition)
 
     def adopt(self, row: RowEntry) -> None:
         """Add a row that has its group, its parts and its masks. Call `Partition.rebuild` afterwards."""
+        part = self.partition(row.group.partition)
         self.rows[row.id] = row
-        self.partition(row.group.partition).add([row])
+        part.add([row])
         for block, _ in row.parts:
+            if not block.num_live:
+                block.partition = part.name
+                part.num_bytes += block.nbytes
             block.num_live += 1
             row.present |= block.mask
 
@@ -174,13 +185,14 @@ class RowTable:
             found = f"{spec.nbytes} bytes to a store that has {self.num_bytes}"
             raise StoreError(f"{found}: writes may fill it to {WRITTEN_FACTOR * self.capacity_bytes}. Free rows first")
         rows, mask = [self.row(row_id) for row_id in row_ids], self.tasks.mask(spec.columns)
-        if len(set(row_ids)) != len(row_ids):
-            raise StoreError("a row is named twice in one write")
+        if len(set(row_ids)) != len(row_ids) or not rows:
+            raise StoreError("a row is named twice in one write, or none is")
         for row in rows if not overwrite else ():
             if row.present & mask:
                 twice = self.tasks.names_in(spec.columns, row.present)
                 raise StoreError(f"row {row.id} has {', '.join(twice)} already: a cell is written once")
-        block = self._new_block(spec, len(rows))
+        self.operations["write"] += 1
+        block = self._new_block(spec, len(rows), rows[0].group.partition)
         changed: dict[str, list[RowEntry]] = {}
         for index, row in enumerate(rows):
             if row.present & mask:
@@ -203,6 +215,9 @@ class RowTable:
         block.num_live -= 1
         if not block.num_live:
             self.num_bytes -= block.nbytes
+            part = self.partitions.get(block.partition)
+            if part is not None:
+                part.num_bytes -= block.nbytes
             self._on_free(block)
 
     def close(self, group_ids: Iterable[int], partition: str) -> None:
@@ -211,6 +226,7 @@ class RowTable:
         self._check_groups(part, group_ids)
         for group_id in group_ids:
             part.close_group(group_id)
+        self.operations["close"] += 1
 
     # ---- claims ------------------------------------------------------------------------------------------------------
 
@@ -222,6 +238,7 @@ class RowTable:
             ranks = part.ready[task.name].tokens_of_rank
             ranks[want.rank] = ranks.get(want.rank, 0) + sum(row.tokens for row in rows)
         self.rows_claimed += len(rows)
+        self.operations["claim"] += 1
         self.num_leases += 1
         lease = self.leases[self.num_leases] = LeaseEntry(self.num_leases, task, partition, units, holder, want)
         return lease
@@ -230,11 +247,13 @@ class RowTable:
         lease = self.lease(lease_id)
         del self.leases[lease_id]
         self.partitions[lease.partition].give_back(lease)
+        self.operations["give_back"] += 1
 
     def acknowledge(self, lease_id: int, step: int | None = None) -> None:
         lease = self.lease(lease_id)
         del self.leases[lease_id]
         self.forget(self.partitions[lease.partition].acknowledge(lease, step))
+        self.operations["acknowledge"] += 1
 
     def drop(self, lease_id: int) -> None:
         lease = self.lease(lease_id)
@@ -243,6 +262,7 @@ class RowTable:
             raise StoreError(f"{others[0]} is on lease to another task, too: it cannot be dropped")
         del self.leases[lease_id]
         self.forget(self.partitions[lease.partition].drop(lease))
+        self.operations["drop"] += 1
 
     # ---- rows are removed --------------------------------------------------------------------------------------------
 
@@ -256,6 +276,7 @@ class RowTable:
 
     def cover(self, step: int, partition: str) -> None:
         self.forget(self.partition(partition).cover(step))
+        self.operations["cover"] += 1
 
     def rewind(self, name: str, step: int, partition: str) -> int:
         return self.partition(partition).rewind(self.tasks.find(name), step)
@@ -314,7 +335,7 @@ class RowTable:
         part.groups = {group_id: GroupEntry(group_id, partition) for group_id in content.is_closed}
         lines = list(zip(content.row_ids, content.group_ids, content.versions, content.tokens, strict=True))
         for places, block in saved.blocks:
-            new_block = self._new_block(block, len(places))
+            new_block = self._new_block(block, len(places), partition)
             rows = self._add(part, part.groups, [lines[place] for place in places], new_block, now)
             for row, place in zip(rows, places, strict=True):
                 row.steps = tuple((self.tasks.find(name).bit, step) for name, step in content.steps[place].items())
@@ -342,16 +363,15 @@ class RowTable:
         self, now: float, consumers: Sequence[tuple[str, StoreWaiter]], producers: Sequence[StoreWaiter]
     ) -> StoreStats:
         """`consumers`: with their tasks."""
-        parts = list(self.partitions.values())
+        parts = [part for part in self.partitions.values() if part.rows or part.groups]
         by_version = Counter[int]()
-        by_stage = {}
+        by_stage = {name: dict.fromkeys(STATES, 0) for name in self.tasks.by_name}
+        by_partition = {part.name: part.stats() for part in parts}
         for part in parts:
             by_version.update(part.by_version)
-        for name in self.tasks.by_name:
-            ready = sum(part.ready[name].num_rows for part in parts)
-            leased, done = sum(part.num_leased[name] for part in parts), sum(part.num_done[name] for part in parts)
-            waiting = self.num_rows - ready - leased - done
-            by_stage[name] = {"waiting": waiting, "ready": ready, "leased": leased, "done": done}
+            for name, states in by_partition[part.name].by_stage.items():
+                for state, count in states.items():
+                    by_stage[name][state] += count
         waiters = sorted([*(waiter for _, waiter in consumers), *producers], key=lambda waiter: -waiter.seconds)
         return StoreStats(
             rows=self.num_rows,
@@ -367,4 +387,6 @@ class RowTable:
             rows_put=self.rows_put,
             rows_claimed=self.rows_claimed,
             rows_freed=self.rows_freed,
+            operations=dict(self.operations),
+            by_partition=by_partition,
         )

@@ -18,17 +18,23 @@ MAX_GREETING_BYTES = 16 << 10
 """The size bound of a message before the client is authenticated."""
 INLINE_BYTES = 32 << 10
 """Payloads up to this size are sent with their request."""
+DISK = "disk"
+"""The names of segments on disk end with it. In a folder of segments: the link to theirs."""
 
 
 class _Tagged(Struct, tag=True, array_like=True): ...
 
 
 class Segment(Struct, frozen=True, array_like=True):
-    """A file of shared memory on a node."""
+    """A file of a node, in shared memory or on disk."""
 
     node: str
     name: str
     size: int
+
+    @property
+    def is_on_disk(self) -> bool:
+        return self.name.endswith(DISK)
 
 
 class Payload(Struct, frozen=True, array_like=True):
@@ -281,13 +287,17 @@ class StoreReply(Struct, array_like=True):
     body: ReplyBody
 
 
-def segments_of(change: Any) -> list[Segment]:
-    """The segments that hold the payload of a change."""
+def blocks_of(change: Any) -> list[PackedBlock]:
+    """The payload of a change."""
     match change:
         case PutRows() | WriteCells():
-            blocks = [change.block]
+            return [change.block]
         case RestorePartition():
-            blocks = [block for _, block in change.saved.blocks]
+            return [block for _, block in change.saved.blocks]
         case _:
-            blocks = []
-    return [block.payload.segment for block in blocks if block.payload.segment is not None]
+            return []
+
+
+def segments_of(change: Any) -> list[Segment]:
+    """The segments that hold the payload of a change."""
+    return [block.payload.segment for block in blocks_of(change) if block.payload.segment is not None]

@@ -28,6 +28,7 @@ from millstream.store import ONE_GROUP, TRAIN, Choose, Columns, Lease, Saved, St
 
 POLL_S = 30.0  # the wait of one request; a claim that waits longer sends several
 ANSWER_S = 30.0  # on top of that: then the service counts as unreachable
+PUBLISH_S = 3600.0  # for weights that the service reads and checks before it answers
 
 
 class HttpStore:
@@ -65,12 +66,16 @@ class HttpStore:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The decoded response; None if it is empty. Retries while the service is busy (503): it has done nothing then."""
+    async def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, answer_s: float | None = None
+    ) -> Any:
+        """The decoded response; None if it is empty. Retries while the service is busy (503): it has done nothing then.
+        `answer_s`: how long the response may take, where that is longer than usual."""
         content = None if body is None else encode_body(body, MESSAGEPACK)
+        timeout = self._http.timeout if answer_s is None else httpx2.Timeout(ANSWER_S, read=answer_s)
         while True:
             try:
-                response = await self._http.request(method, path, content=content)
+                response = await self._http.request(method, path, content=content, timeout=timeout)
             except httpx2.HTTPError as error:
                 raise StoreError(f"{method} {path}: {error or type(error).__name__}") from error
             if response.status_code != 503:
@@ -188,9 +193,9 @@ class HttpStore:
     async def notify_weights(
         self, version: int, where: str | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Announce new weights."""
+        """Announce new weights. A run whose learner is outside has read and checked them when this returns."""
         body = {"version": version, "where": where} | ({} if metrics is None else {"metrics": dict(metrics)})
-        await self.request("POST", "/v1/weights", body)
+        await self.request("POST", "/v1/weights", body, answer_s=PUBLISH_S)
 
     async def wait_for_weights(self, after: int | None = None, deadline_s: float | None = None) -> NewWeights | None:
         """The newest weights, once they are newer than `after`; None at the deadline."""

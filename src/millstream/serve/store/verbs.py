@@ -56,7 +56,8 @@ class OutsideClient:
         try:
             found = self._client.call(work)
         except StoreError as error:
-            if self._has_answered and isinstance(error.__cause__, httpx2.TransportError):
+            is_gone = isinstance(error.__cause__, httpx2.TransportError)
+            if self._has_answered and is_gone and not isinstance(error.__cause__, httpx2.ReadTimeout):
                 raise StreamEnded(f"the service does not answer any more: it has ended. {error}") from error
             raise
         self._has_answered = True

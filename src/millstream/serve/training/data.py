@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from millstream.learner.direct import DirectRow, RowScore
+from millstream.learner.trainer import DirectRow, RowScore
 from millstream.serve.http import HttpError
 from millstream.serve.training.bodies import RequestAddress
 from millstream.serve.training.losses import ClientLoss

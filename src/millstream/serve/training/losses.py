@@ -17,7 +17,7 @@ from torch import Tensor
 from millstream.algo import losses
 from millstream.algo.aggregate import row_sums
 from millstream.algo.corrections import bounded_exp
-from millstream.learner.direct import DirectLoss
+from millstream.learner.trainer import DirectLoss
 from millstream.objective import LossInputs, TokenLoss
 from millstream.serve.http import HttpError
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from millstream.errors import MillstreamError
 from millstream.events import Event
-from millstream.learner.direct import DirectLearner
+from millstream.learner.trainer import Trainer
 from millstream.model.lora import LoraConfig
 from millstream.model.safetensors_io import write_weights
 from millstream.serve.http import HttpError
@@ -54,7 +54,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 UNNAMED = "_session-"  # begins the names of weights that were saved for one sampling client
 TENSORS = "tensors"  # the folder of a sampler checkpoint's weights
 LORA_ALPHA = 32.0  # the client's; it sends the rank alone
-MAX_JOURNAL_BYTES = 64 << 20
+MAX_JOURNAL_BYTES = 64 << 20  # of requests that are done: then a snapshot replaces them
 MAX_WAITING_BYTES = 512 << 20  # of one model's requests
 MAX_REPLAY_S = 30.0  # of computing, since the last snapshot
 MAX_UNNAMED = 16  # weights of one model that were saved for a sampling client and have no name: the newest
@@ -149,10 +149,9 @@ class TrainedModel:
         self._waiting: dict[int, JournalEntry] = {}
         self._next = 1
         self._replay_s = 0.0
-        self._has_gradient = False
         self._is_closed = False
         self._working: asyncio.Task[None] | None = None
-        self.learner: DirectLearner = base.make_learner(shape_of(info.lora, base), info.seed)
+        self.trainer: Trainer = base.make_trainer(shape_of(info.lora, base), info.seed)
 
     @property
     def is_busy(self) -> bool:
@@ -162,7 +161,7 @@ class TrainedModel:
         """The last snapshot, and the requests since then: they run again, as if they had just come."""
         snapshot = self._journal.info()
         if (folder := self._journal.snapshot_folder) is not None:
-            await self.learner.restore_from(folder, has_optimizer=True)
+            await self.trainer.restore_from(folder, has_optimizer=True)
         self.version = snapshot.version
         self._next = snapshot.next_seq_id
         self._emit(ModelRestored(at=time.time(), model=self.info.id, version=self.version, next_seq_id=self._next))
@@ -213,8 +212,12 @@ class TrainedModel:
     def _check_room(self, num_bytes: int) -> None:
         """Raises `HttpError` with 429: the client tries again."""
         self._futures.check_room(self.info.owner)
-        if num_bytes + sum(len(entry.body) for entry in self._waiting.values()) > MAX_WAITING_BYTES:
+        if num_bytes + self._num_waiting() > MAX_WAITING_BYTES:
             raise HttpError(429, f"more than {MAX_WAITING_BYTES} bytes wait to be trained: try again")
+
+    def _num_waiting(self) -> int:
+        """Bytes of requests that are not done."""
+        return sum(len(entry.body) for entry in self._waiting.values())
 
     def _work_on(self) -> None:
         if not self.is_busy and not self._is_closed:
@@ -243,14 +246,14 @@ class TrainedModel:
             self._next += 1
             self._futures.resolve(self.request_id(entry.seq_id), answer.result)
             self.last_used = time.monotonic()
-            is_long = self._journal.num_bytes > MAX_JOURNAL_BYTES or self._replay_s > MAX_REPLAY_S
-            if not self._has_gradient and (is_long or entry.kind == "load_weights"):
+            num_done = self._journal.num_bytes - self._num_waiting()
+            is_long = num_done > MAX_JOURNAL_BYTES or self._replay_s > MAX_REPLAY_S
+            if is_long or entry.kind == "load_weights":
                 await self._snapshot()
 
     async def _snapshot(self) -> None:
-        """Between an optimizer step and the next pass: a gradient is not in it."""
         try:
-            taken = await self.learner.snapshot()
+            taken = await self.trainer.capture()
             async with self._writing:
                 results = self._futures.needed(f"{self.info.id}:")
                 info = SnapshotInfo(version=self.version, next_seq_id=self._next, results=results)
@@ -294,10 +297,9 @@ class TrainedModel:
             for number, datum in enumerate(asked.data):
                 self._check_lag(number, datum, self.info.max_lag)
         if asked.is_forward_only:
-            scores = await self.learner.forward(rows, loss)
+            scores = await self.trainer.forward(rows, loss)
         else:
-            self._has_gradient = True
-            scores = await self.learner.forward_backward(rows, loss)
+            scores = await self.trainer.forward_backward(rows, loss)
         shapes = [datum.inputs["target_tokens"].shape for datum in asked.data]
         record = PassRecord(
             loss_fn=asked.loss_fn,
@@ -329,8 +331,7 @@ class TrainedModel:
                 )
 
     async def _step(self, body: OptimStepBody) -> Result:
-        stepped = await self.learner.step_with(body.adam_params.settings())
-        self._has_gradient = False
+        stepped = await self.trainer.step_with(body.adam_params.settings())
         self.version += 1
         return json_result({"metrics": {**stepped.metrics(), "version": float(self.version)}})
 
@@ -338,7 +339,7 @@ class TrainedModel:
         name = body.path or f"step-{self.version:06d}-{body.seq_id}"
         path = f"tinker://{self.info.id}/weights/{name}"
         if self._is_to_be_saved("weights", name, body):
-            taken = await self.learner.snapshot()
+            taken = await self.trainer.snapshot()
             await self._write("weights", name, body, taken.write)
         return json_result({"path": path, "type": "save_weights"})
 
@@ -347,7 +348,7 @@ class TrainedModel:
             raise HttpError(422, "save_weights_for_sampler needs a path, or a sampling_session_seq_id")
         name = body.path or unnamed(body.sampling_session_seq_id or 0)
         if self._is_to_be_saved("sampler_weights", name, body):
-            weights = await self.learner.weights()
+            weights = await self.trainer.weights()
 
             def write(folder: Path) -> None:
                 write_weights(folder / TENSORS, self.version, weights, None)
@@ -398,8 +399,7 @@ class TrainedModel:
             raise HttpError(422, f"{body.path!r} has weights to sample from: load what save_state has saved")
         if shape_of(owner.lora, self._base) != shape_of(self.info.lora, self._base):
             raise HttpError(422, f"{body.path!r} is of a model with {owner.lora}, and this one has {self.info.lora}")
-        await self.learner.restore_from(folder, has_optimizer=body.optimizer)
-        self._has_gradient = False
+        await self.trainer.restore_from(folder, has_optimizer=body.optimizer)
         self.version += 1
         return json_result({"path": body.path, "model_id": self.info.id, "type": "load_weights"})
 
@@ -411,7 +411,7 @@ class TrainedModel:
                 self._working.cancel()
                 await asyncio.wait({self._working})
             self._journal.close()
-        await self.learner.close()
+        await self.trainer.close()
 
 
 def unnamed(sampling_session_seq_id: int) -> str:

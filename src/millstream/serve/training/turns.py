@@ -24,6 +24,7 @@ from millstream.model.adapter_rows import OneAdapter, side_by_side
 from millstream.model.safetensors_io import read_weights
 from millstream.serve.http import HttpError
 from millstream.serve.training.base import BaseModel, Shape
+from millstream.serve.training.journal import read_checkpoint
 from millstream.serve.training.models import TENSORS
 from millstream.types import Completion, Request, Weights
 
@@ -69,17 +70,30 @@ class WeightsCache:
             assert sampler.shape is not None
             return self._base.initial_weights(sampler.shape)
         folder = Path(sampler.folder)
-        if not folder.is_dir():
-            raise HttpError(
-                404,
-                f"the weights of {sampler.id} are gone: save weights with a name (save_weights_for_sampler) to keep them",
-            )
+        _check_version(sampler, folder)
         found = read_weights(folder / TENSORS)[1] if (folder / TENSORS).is_dir() else read_trained(folder)
+        _check_version(sampler, folder)  # they may have been overwritten meanwhile
         if not all(torch.isfinite(weight).all() for weight in found.values()):
             raise HttpError(
                 422, f"the weights of {sampler.id} have numbers that are not finite: nothing can be sampled"
             )
         return found
+
+
+def _check_version(sampler: Sampler, folder: Path) -> None:
+    """Raises `HttpError` if the checkpoint is gone or has other weights: a sampler never gives another version than its own."""
+    found = read_checkpoint(folder)
+    if found is None:
+        raise HttpError(
+            404,
+            f"the weights of {sampler.id} are gone: save weights with a name (save_weights_for_sampler) to keep them",
+        )
+    if found.version != sampler.version:
+        raise HttpError(
+            410,
+            f"the weights of {sampler.id}, version {sampler.version}, were overwritten by version {found.version}: make a new "
+            "sampling client, or save weights under different names",
+        )
 
 
 class _Waiting:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from millstream.errors import StoreError, StoreTimeout
-from millstream.store import Lease, Reads, Store, StoreStats, Want
+from millstream.store import TRAIN, Lease, Reads, Store, StoreStats, Want
 
 T = TypeVar("T")
 GROUPS = {"score": Reads(("text",)), "train": Reads(("text", "score"), after=("score",))}
@@ -103,6 +103,8 @@ class StoreSuiteBase:
     """Within this time everything has happened that is going to happen by itself."""
     limit_s = 20.0
     """A test that takes longer hangs."""
+    beside = TRAIN
+    """A partition that shares its capacity with the partition `eval`."""
 
     def open(
         self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None

@@ -277,14 +277,14 @@ class StreamPromises(StoreSuiteBase):
     @store_promise(GROUPS, capacity_rows=4)
     async def test_dropping_a_partition_frees_it_and_ends_who_waits_there(self, store: Store) -> None:
         await put_group(store, 0, ["a", "b"], partition="eval")
-        await put_group(store, 0, ["c"])
+        await put_group(store, 0, ["c"], partition=self.beside)
         want = Want(groups=1, expires_s=10 * self.tick_s)
         lease = await store.claim("score", want, partition="eval")
         waiting = [
             await self.soon(store.claim("score", partition="eval")),
             await self.soon(store.claim("train", choose=lambda ready: None, partition="eval")),
         ]
-        put = await self.soon(store.put(1, {"text": ["d", "e"]}))
+        put = await self.soon(store.put(1, {"text": ["d", "e"]}, partition=self.beside))
         assert not put.done()
         assert await store.drop_partition("eval") == 2
         for task in waiting:
@@ -297,7 +297,7 @@ class StreamPromises(StoreSuiteBase):
         stats = await store.stats()
         assert stats.rows == 3 and stats.leases == 0
         assert await store.drop_partition("eval") == 0
-        assert (await store.claim("score"))["text"] == ["c"]
+        assert (await store.claim("score", partition=self.beside))["text"] == ["c"]
 
     @store_promise(GROUPS)
     async def test_a_snapshot_holds_what_is_needed_and_frees_what_was_on_lease(self, store: Store) -> None:
