@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +24,7 @@ from millstream.engine.native.worker import Abort, Offer, WorkerReport
 from millstream.errors import EngineGone, WeightsSuperseded, WeightsUnreachable, WorkerExited
 from millstream.events.sinks import MemorySink
 from millstream.model.load import model_weights
-from millstream.rpc.call import Packet, PacketKind
+from millstream.rpc.call import Channel, Packet, PacketKind
 from millstream.rpc.frames import Frames, frame
 from millstream.types import RequestKey, Weights
 from millstream.weights.transfer import WeightsRef
@@ -125,17 +124,16 @@ def test_an_offer_that_waits_fails_when_the_engine_is_closed(publisher: WeightsP
 
 @pytest.mark.timeout(20)
 def test_commands_of_one_turn_of_the_loop_are_sent_together_and_a_worker_that_does_not_read_blocks_nothing(
-    publisher: WeightsPublisher,
+    publisher: WeightsPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = NearEngine(publisher, answer_s=1.0).begin()
-    sent = list[int]()
-    send = engine.host.remote.send
+    written, write = list[int](), Channel._write
 
-    def count(*commands: Any) -> None:
-        sent.append(len(commands))
-        send(*commands)
+    def count(channel: Channel, data: bytes) -> None:
+        written.append(len(data))
+        write(channel, data)
 
-    engine.host.remote.send = count  # type: ignore[method-assign]
+    monkeypatch.setattr(Channel, "_write", count)
 
     async def program() -> float:
         began = time.monotonic()
@@ -145,7 +143,7 @@ def test_commands_of_one_turn_of_the_loop_are_sent_together_and_a_worker_that_do
             await asyncio.sleep(0)
         return time.monotonic() - began
 
-    assert asyncio.run(program()) < 10.0 and sent == [10_000] * 3
+    assert asyncio.run(program()) < 10.0 and len(written) == 3
     for number in [*range(10_000)] * 3:
         assert msgspec.msgpack.decode(engine.next().body, type=Abort).number == number
     engine.worker.kill()

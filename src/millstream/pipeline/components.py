@@ -21,6 +21,8 @@ from millstream.pipeline.sync import WeightSync
 from millstream.pipeline.workers import RolloutWorkers
 from millstream.serving.router import Router
 
+SETTLING = 4  # groups at once, where the store is another process
+
 
 class Components:
     """All of one run, connected. `recorded`: batches of another run, which are trained instead of rollouts. `is_from_users`:
@@ -54,7 +56,12 @@ class Components:
         self.admission = admission_for(config)
         self.sync = WeightSync(self.context, parts.channel, self.router, is_in_lockstep=is_in_lockstep)
         self.finalizer = GroupFinalizer(
-            self.context, self.admission, algorithm, config, min_group_size=rollout.min_group_size
+            self.context,
+            self.admission,
+            algorithm,
+            config,
+            min_group_size=rollout.min_group_size,
+            num_at_once=SETTLING if parts.workers is not None and not config.is_in_lockstep else 1,
         )
         gate = gate_for(config, self.router, self.context)
         line = RouterLine(self.router, parts.waits, self.admission, gate)

@@ -276,10 +276,12 @@ class Pipeline:
                 metrics=metrics,
             )
         )
-        for (
-            lease
-        ) in leases:  # after the events: the store may be remote, and no group may start in room not yet recorded
-            await self._parts.store.acknowledge(lease)
+        # after the events: the store may be remote, and no group may start in room not yet recorded
+        if self._workers is not None:
+            await asyncio.gather(*(self._parts.store.acknowledge(lease) for lease in leases))
+        else:
+            for lease in leases:
+                await self._parts.store.acknowledge(lease)
         groups = self._context.groups
         self._context.groups = {group_id: group for group_id, group in groups.items() if group_id in self.admission}
         if self._auto_lag is not None:

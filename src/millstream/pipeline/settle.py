@@ -47,7 +47,8 @@ class SetAside(NamedTuple):
 
 
 class GroupFinalizer:
-    """Settles finished groups. `min_group_size`: a group with fewer members has failed."""
+    """Settles finished groups. `min_group_size`: a group with fewer members has failed. `num_at_once`: groups that are settled
+    concurrently, where the store is another process: each waits for three of its answers."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class GroupFinalizer:
         config: PipelineConfig,
         *,
         min_group_size: int,
+        num_at_once: int = 1,
     ) -> None:
         self._context = context
         self._store = context.store
@@ -66,6 +68,7 @@ class GroupFinalizer:
         self._filter = group_filter(config)
         self._filter_name = imports.absolute(config.filter)  # as in the config that the run keeps
         self._min_group_size = min_group_size
+        self._num_at_once = num_at_once
         self._to_set_aside: list[SetAside] = []  # in lockstep
         self._scoring: dict[int, asyncio.Task[None] | None] = {}
         self._cancelled: dict[int, OnCancelled] = {}
@@ -88,22 +91,27 @@ class GroupFinalizer:
         """Consumes closed groups. Produces advantages, or sets the group aside. Waits for a closed group. Ended by: the last
         rollout of a group, which closes it."""
         async with asyncio.TaskGroup() as scoring:
-            while True:
-                claim = self._store.claim(SETTLE)
-                try:
-                    with self._context.waits.idle("settle", "a finished group"):
-                        lease = await claim
-                except StreamEnded:
-                    return
-                needs_task = self._algorithm.group_reward is not None or self._filter is not None
-                if needs_task and lease.rows and lease.group_id not in self._cancelled:
-                    scoring.create_task(self._score_and_settle(lease))
-                    continue
-                async with self._context.quiesce:
-                    if lease.group_id in self._cancelled:
-                        await self._finish_cancelled(lease)
-                    else:
-                        await self._settle(lease, rewards_of(lease), self._judge(lease))
+            for _ in range(self._num_at_once - 1):
+                scoring.create_task(self._settle_groups(scoring))
+            await self._settle_groups(scoring)
+
+    async def _settle_groups(self, scoring: asyncio.TaskGroup) -> None:
+        while True:
+            claim = self._store.claim(SETTLE)
+            try:
+                with self._context.waits.idle("settle", "a finished group"):
+                    lease = await claim
+            except StreamEnded:
+                return
+            needs_task = self._algorithm.group_reward is not None or self._filter is not None
+            if needs_task and lease.rows and lease.group_id not in self._cancelled:
+                scoring.create_task(self._score_and_settle(lease))
+                continue
+            async with self._context.quiesce:
+                if lease.group_id in self._cancelled:
+                    await self._finish_cancelled(lease)
+                else:
+                    await self._settle(lease, rewards_of(lease), self._judge(lease))
 
     async def _settle(self, lease: Lease, rewards_G: Rewards, fate: Fate) -> None:
         if fate is Fate.TRAINED:

@@ -329,6 +329,7 @@ class RolloutWorkers:
         for key, turn in list(self._turns.items()):
             if any((key.group_id, key.member) == (one.group_id, one.member) for one in worker.attempts):
                 turn.cancel()
+        self._losses = {group_id: one for group_id, one in self._losses.items() if group_id in self._context.groups}
         lost = {group_id: self._lose(group_id, worker, error) for group_id in worker.num_members}
         for key, attempt in worker.attempts.items():
             if not attempt.reply.done():
