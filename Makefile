@@ -35,6 +35,8 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
+	MILLSTREAM_EXAMPLES=all $(BIN)/pytest tests/pipeline/test_lag_bound.py tests/pipeline/test_changes.py tests/pipeline/test_resume.py \
+		tests/events/test_rollouts.py tests/store/test_store_model.py
 
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu

@@ -240,7 +240,7 @@ class CountingSink:
     def counting_bytes(self) -> Iterator[None]:
         """Of every connection of this process that carries frames."""
         send, receive = Channel._write, Frames._receive
-        tell, hear = FrameProtocol.flush, FrameProtocol.data_received
+        tell, hear = FrameProtocol._write, FrameProtocol.data_received
 
         def counted_send(channel: Channel, data: bytes) -> None:
             self.num_bytes += len(data)
@@ -251,9 +251,9 @@ class CountingSink:
             self.num_bytes += sum(map(len, found or ()))
             return found
 
-        def counted_tell(protocol: FrameProtocol) -> None:
-            self.num_bytes += sum(map(len, protocol._unsent))
-            tell(protocol)
+        def counted_tell(protocol: FrameProtocol, data: bytes) -> None:
+            self.num_bytes += len(data)
+            tell(protocol, data)
 
         def counted_hear(protocol: FrameProtocol, data: bytes) -> None:
             self.num_bytes += len(data)
@@ -262,7 +262,7 @@ class CountingSink:
         with (
             patch.object(Channel, "_write", counted_send),
             patch.object(Frames, "_receive", counted_receive),
-            patch.object(FrameProtocol, "flush", counted_tell),
+            patch.object(FrameProtocol, "_write", counted_tell),
             patch.object(FrameProtocol, "data_received", counted_hear),
         ):
             yield

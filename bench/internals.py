@@ -47,7 +47,7 @@ from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink, read_eve
 from millstream.events.summary import Interval, merge_intervals, total_length
 from millstream.learner import Learner, Scorer
 from millstream.pipeline.admission import full_budget
-from millstream.pipeline.episode import Episode
+from millstream.pipeline.episode import Episode, EpisodeResult, Player
 from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
 from millstream.pipeline.schema import REFERENCE, Stage, store_tasks
 from millstream.pipeline.sync import WeightSync

@@ -91,6 +91,7 @@ class Index(Struct, frozen=True, kw_only=True):
 def trials(device: str, *, is_smoke: bool) -> list[Trial]:
     """The base first. All of them differ from it in something that it does not show."""
     reward = DrawConfig(kind="lognormal", mean=0.01 if is_smoke else 0.3 if device == "cpu" else 2.0, sigma=1.0)
+    cut: tuple[str, ...]
     if device == "gpu":
         small, large, cut = 4, 16, ("rollout.max_tokens=1024", "environment.0.args.max_tokens=1024")
         slow = f"environment.0.args.latency_s={reward.mean}"

@@ -63,7 +63,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from published_sides import SYNCHRONOUS, Environments, Policy, by_environments, by_pipeline, by_policy
+from published_sides import SYNCHRONOUS, WINDOW, Environments, Policy, by_environments, by_pipeline, by_policy
 from published_worlds import (
     ALFWORLD,
     BASE,
@@ -110,6 +110,7 @@ METRIC = "seconds a step (virtual)"
 GPU_COUNTS = (16, 32, 64, 128)
 RATIOS = (1, 2, 4)
 ENOUGH = 1.05
+SWEEP_WINDOW = 8  # steps: as long as their longest responses, which differ
 GRID_GROUPS, GRID_MEMBERS = (16, 20), (8, 10, 12)
 AGENT_GPUS = 8
 PARTS = ("rollouts", "rlvr", "ratios", "agents", "grid", "asyncflow")
@@ -267,10 +268,11 @@ def rollouts(agent_steps: int = 3) -> list[Case]:
 # ---- with training: ROLL Flash -----------------------------------------------------------------------------------------
 
 
-def _asynchronous(setting: Setting, ratio: int) -> tuple[Run, Run]:
+def _asynchronous(setting: Setting, ratio: int, window: int = WINDOW) -> tuple[Run, Run]:
     """The paper's policy and ours."""
     world = world_of(setting, balanced(setting))
-    return partial(by_policy, world, Policy(ratio=ratio)), partial(by_pipeline, world, max_lag=float(ratio))
+    ours = partial(by_pipeline, world, window=window, max_lag=float(ratio))
+    return partial(by_policy, world, Policy(ratio=ratio), window=window), ours
 
 
 def rlvr(lengths: Lengths, gpus: int, *, share: int = SHARE) -> Case:
@@ -419,11 +421,11 @@ def linearity(model: Model, few: int, published: str, rows: list[Row]) -> Line:
 
 def enough(model: Model, lengths: Lengths, rows: list[Row]) -> Line:
     setting = Setting(model=model, lengths=lengths, devices=40, groups=64, members=8)
-    plain = by_policy(colocated(setting), SYNCHRONOUS, 0)
+    plain = by_policy(colocated(setting), SYNCHRONOUS, 0, window=SWEEP_WINDOW)
     name = f"ratio sweep, Qwen3-{model.name}, cut at {lengths.most:,}, 40 GPUs"
     shown, least = [], []
     for side in (0, 1):
-        seconds = {ratio: _asynchronous(setting, ratio)[side](0) for ratio in RATIOS}
+        seconds = {ratio: _asynchronous(setting, ratio, SWEEP_WINDOW)[side](0) for ratio in RATIOS}
         best = min(seconds.values())
         least.append(next(ratio for ratio in RATIOS if seconds[ratio] <= ENOUGH * best))
         gains = ", ".join(f"{ratio}: {plain / seconds[ratio]:.2f}x" for ratio in RATIOS)

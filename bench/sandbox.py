@@ -2,13 +2,16 @@
 
 The run is that of recipes/coding.toml, in a process of its own. A share of its sandboxes is killed (SIGKILL) before or while a
 command runs. Afterwards every attempt must have one fate, the audit must be clean, and no
-process, file or mount may be left. Exits with 1 otherwise.
+process, file or mount may be left. Exits with 1 otherwise. `--model` is a checkpoint, such as SmolLM2-135M-Instruct, instead of
+the recipe's model: it gets a chat template with tools.
 
     .venv/bin/python bench/sandbox.py [--json] [--smoke] [--sandboxes 100] [--rollouts 500] [--killed 0.2]
+        [--model FOLDER] [--device auto]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -34,6 +37,25 @@ GROUP_SIZE = 4
 GROUPS_PER_STEP = 5
 AT_ONCE = 8
 ZYGOTE = "forkserver.serve_forks"
+CHAT_TEMPLATE = """
+{%- if tools %}<|im_start|>system
+Call tools so: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>
+{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CHECKPOINT = {  # instead of the recipe's settings for its small model
+    "model.tiny": "",
+    "rollout.max_tokens": 48,
+    "warmup.learning_rate": 1e-4,
+    "learner.learning_rate": 1e-5,
+    "learner.micro_batch_tokens": 16384,
+}
 
 
 class Fragile(WalledSandbox):
@@ -140,10 +162,11 @@ ACTIONS: dict[str, Callable[[WalledSandbox], Awaitable[object]]] = {
 # ---- a run in which some are killed ----------------------------------------------------------------------------------------
 
 
-def run(folder: Path, rollouts: int, killed: float) -> None:
+def run(folder: Path, rollouts: int, killed: float, model: str, device: str) -> None:
     """In a process of its own: it ends, and with it everything that it has started."""
     steps = max(1, round(rollouts / GROUP_SIZE / GROUPS_PER_STEP))
-    changes = {
+    changes: dict[str, object] = {
+        "model.device": device,
         "run_dir": folder / "run",
         "environment.0.sandbox.use": f"{Path(__file__).resolve()}:Fragile",
         "environment.0.sandbox.args.killed": killed,
@@ -158,8 +181,20 @@ def run(folder: Path, rollouts: int, killed: float) -> None:
         "data.holdout": 4,
         "evaluation.every_steps": steps,
     }
+    if model:
+        changes |= CHECKPOINT | {"model.path": with_tools(Path(model), folder / "model")}
     words = [f"{key}={value}" for key, value in changes.items()]
     train(load(ROOT / "recipes/coding.toml", RunConfig, words))
+
+
+def with_tools(model: Path, folder: Path) -> Path:
+    """The same checkpoint in another folder, with a chat template that shows tools."""
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.name != "chat_template.jinja":
+            (folder / path.name).symlink_to(path.resolve())
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
 
 
 def accounted(folder: Path) -> dict[str, Any]:
@@ -199,14 +234,15 @@ def sandbox_processes() -> set[int]:
     return found
 
 
-def killed_run(rollouts: int, killed: float) -> tuple[list[Row], bool]:
+def killed_run(given: argparse.Namespace) -> tuple[list[Row], bool]:
     mounts, before = Path("/proc/mounts").read_text(), sandbox_processes()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tmp").mkdir()
         (folder / "killed").touch()
         began = time.perf_counter()
-        command = [sys.executable, __file__, "--run-in", name, "--rollouts", str(rollouts), "--killed", str(killed)]
+        options = {"run-in": name} | {key: getattr(given, key) for key in ("rollouts", "killed", "model", "device")}
+        command = [sys.executable, __file__, *(f"--{key}={value}" for key, value in options.items())]
         environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
         subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
         seconds = time.perf_counter() - began
@@ -220,7 +256,9 @@ def killed_run(rollouts: int, killed: float) -> tuple[list[Row], bool]:
     for key, value in found.items():
         say(f"{key:26} {json.dumps(value)}")
     num_failed = found["fates"].get("RolloutFailed", 0)
-    workload = f"{rollouts} rollouts, {num_failed} of {found['attempts']} attempts lost their sandbox, {seconds:.0f} s"
+    workload = (
+        f"{given.rollouts} rollouts, {num_failed} of {found['attempts']} attempts lost their sandbox, {seconds:.0f} s"
+    )
     bad = {key: found[key] for key in ("without exactly one fate", "processes left", "files left", "mounts left")}
     bad["audit findings"] = len(found["audit"])
     rows = [
@@ -236,13 +274,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--sandboxes", 100, smoke=3)
     parser.add("--rollouts", 500, smoke=20)
     parser.add("--killed", 0.2, help="share of the sandboxes that are killed")
+    parser.add("--model", "", help="a folder with a checkpoint. Default: the recipe's small model")
+    parser.add("--device", "auto", help="cpu or cuda")
     parser.add("--run-in", "", help="(the run itself, started by this script)")
     options = parser.parse(argv)
     if options.run_in:
-        run(Path(options.run_in), options.rollouts, options.killed)
+        run(Path(options.run_in), options.rollouts, options.killed, options.model, options.device)
         return
     rows = asyncio.run(measured(options.sandboxes))
-    more, is_clean = killed_run(options.rollouts, options.killed)
+    more, is_clean = killed_run(options)
     publish([*rows, *more], options)
     if not is_clean:
         sys.exit(1)

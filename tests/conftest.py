@@ -29,15 +29,16 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)  # all 
 
 IMPORTED_WITH = import_variables(dict(os.environ))
 LONGEST = (
-    "test_engine.py", "test_engine_conformance.py", "test_stages_for_real.py", "test_http_engine.py", "test_fused.py",
-    "test_local.py", "test_changes.py", "test_scheduling_figures.py", "test_paged.py", "test_audit.py",
-    "test_checkpoint.py", "test_compare.py", "test_speculation.py", "test_resume.py",
-    "test_recipes.py", "test_lag_bound.py", "test_mistakes.py", "test_push.py", "test_learner.py", "test_fleet.py",
-    "test_faults.py", "test_models.py", "test_lora.py", "test_store_model.py", "test_scheduling.py", "test_rewards.py",
-    "test_bias.py", "test_forkserver.py", "test_weight_channels.py", "test_passes.py", "test_bad_input.py",
-    "test_synchronous.py", "test_sandbox.py", "test_surplus_for_real.py", "test_stages.py", "test_sandbox_forgeries.py",
-    "test_chaos.py", "test_sizes.py", "test_store_faults.py", "test_serve_openai.py", "test_rollouts.py",
-    "test_replay.py",
+    "test_paged.py", "test_engine.py", "test_http_engine.py", "test_fused.py", "test_scheduling_figures.py",
+    "test_stages_for_real.py", "test_engine_conformance.py", "test_audit.py", "test_changes.py", "test_learner.py",
+    "test_fleet.py", "test_recipes.py", "test_local.py", "test_speculation.py", "test_agents.py", "test_outside.py",
+    "test_checkpoint.py", "test_training_service.py", "test_outside_engine.py", "test_advise.py", "test_tools.py",
+    "test_replay.py", "test_synchronous.py", "test_sandbox.py", "test_models.py", "test_fsdp.py", "test_passes.py",
+    "test_compare.py", "test_docs_parts.py", "test_scheduling.py", "test_calibrate.py", "test_agent_libraries.py",
+    "test_env_init.py", "test_rewards.py", "test_lora.py", "test_plan.py", "test_audit_service.py",
+    "test_mistakes.py", "test_critic.py", "test_faults.py", "test_responses.py", "test_sandbox_forgeries.py",
+    "test_forkserver.py", "test_chaos.py", "test_resume.py", "test_store_model.py", "test_simulate.py",
+    "test_rollouts.py", "test_store.py", "test_push.py",
 )  # fmt: skip
 """Files that take eight seconds or more of CPU time, the longest first."""
 WARM = pytest.StashKey[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]]()

@@ -5,13 +5,14 @@
 
 import json
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from millstream.env.games.lookup import Lookup
 from millstream.env.tools import tool_function
 
 MAX_ROUNDS = 16
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # its connections are shared: to make a client takes 60 ms
+SCHEMAS = [tool_function(function).schema() for function in Lookup().tools]
 
 
 def solve(task, access):
@@ -19,19 +20,23 @@ def solve(task, access):
     game = Lookup()
     game.reset(task, seed=0)
     tools = {function.__name__: function for function in game.tools}
-    schemas = [tool_function(function).schema() for function in game.tools]
     client = CLIENT.with_options(base_url=access.base_url, api_key=access.api_key)
     messages = [{"role": "user", "content": task.prompt}]
+    said = ""
     for _ in range(MAX_ROUNDS):
-        chat = client.chat.completions.create(model=access.model, messages=messages, tools=schemas)
+        try:
+            chat = client.chat.completions.create(model=access.model, messages=messages, tools=SCHEMAS)
+        except BadRequestError:  # the model's context is full: what it said last is its answer
+            break
         answer = chat.choices[0].message
+        said = answer.content or ""
         if not answer.tool_calls:
             break
         messages.append(answer)
         for call in answer.tool_calls:
             result = called(tools, call.function.name, json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return answer.content or ""
+    return said
 
 
 def called(tools, name, arguments):

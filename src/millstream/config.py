@@ -360,7 +360,7 @@ def _written(data: dict[str, Any], where: str) -> str:
         for key, value in sorted(values.items(), key=lambda entry: _is_table(entry[1])):  # tables come last in TOML
             if not isinstance(key, str) or not _is_text(key):
                 raise ConfigError(f"{where}: {place}{shown(key)}: expected a text as the key")
-            name = SingleKey(key).as_string()
+            name = key if BARE_KEY.fullmatch(key) else SingleKey(key).as_string()
             if isinstance(value, dict):
                 yield f"\n[{header}{name}]"
                 yield from fill(value, f"{header}{name}.", f"{place}{key}.")

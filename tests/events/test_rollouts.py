@@ -14,7 +14,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -46,6 +46,7 @@ from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.reschedule import Changed
 from millstream.sim.learner import SimLearner
 from millstream.types import Fate, Finish, HalfFloats, Metrics, Rollout, Tokens, TrainRow
+from support.examples import examples
 from support.simulated import Diary, World, simulate
 from support.worlds import unless_all_fail, worlds
 
@@ -117,7 +118,7 @@ def assert_same(kept: Sequence[TrainRow], trained: Sequence[TrainRow]) -> None:
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30, of=60)
 @given(world=worlds, cut=st.randoms(use_true_random=False))
 def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_resumed(
     world: World, cut: random.Random
@@ -153,7 +154,7 @@ def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_
         assert len(rows) == kept.num_rows or kept.num_rows == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30, of=60)
 @given(world=worlds, cut=st.randoms(use_true_random=False), fewer=st.booleans(), schedule=st.booleans())
 def test_after_a_resume_with_other_settings_each_rollout_has_the_fate_that_it_ended_with(
     world: World, cut: random.Random, fewer: bool, schedule: bool

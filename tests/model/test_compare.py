@@ -173,6 +173,17 @@ def test_the_small_model_has_every_kind_of_layer_and_a_window_that_the_sequences
     assert min(lengths.prompts) < WINDOW < sorted(lengths.prompts)[1]
 
 
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (2, 2), (2, 1), (6, 6), (6, 2), (8, 1)])
+def test_a_small_model_can_be_made_whatever_the_number_of_heads(heads: int, key_heads: int) -> None:
+    config = CONFIGS["qwen3"]()
+    config.num_attention_heads = heads
+    config.num_key_value_heads = key_heads
+    small = shrunk(config)
+    assert small.num_attention_heads % small.num_key_value_heads == 0
+    assert (small.num_attention_heads == small.num_key_value_heads) == (heads == key_heads)
+    assert compare.small_model(config) is not None
+
+
 @pytest.mark.usefixtures("nothing_remembered")
 @pytest.mark.parametrize("why", ["its window", "its size"])
 def test_a_model_that_is_too_large_is_checked_by_a_small_one(why: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from millstream.events import GroupAdmitted, GroupLeft, GroupResumed, GroupTaken
 from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.reschedule import Changed
 from millstream.types import Fate
+from support.examples import examples
 from support.simulated import Diary, Kept, Outcome, World, simulate
 from support.worlds import history, unless_all_fail, with_surplus, worlds
 
@@ -53,7 +54,7 @@ def resume_with(
     return other, kept, Outcome(**{**fields, "sink": sink}), len(sink.events) - len(outcome.sink.events)
 
 
-@settings(max_examples=150)
+@examples(60, of=150)
 @given(world=without_repeats, schedule=schedules, cut=st.randoms(use_true_random=False), rollouts=st.booleans())
 def test_with_any_other_schedule_nothing_is_lost_doubled_or_too_old_and_superseded_prompts_are_fed_once_more(
     world: World, schedule: dict[str, Any], cut: random.Random, rollouts: bool
@@ -63,7 +64,7 @@ def test_with_any_other_schedule_nothing_is_lost_doubled_or_too_old_and_supersed
     check_changed(other, kept, outcome, begin)
 
 
-@settings(max_examples=60)
+@examples(30, of=60)
 @given(
     world=without_repeats,
     schedule=schedules,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -22,11 +22,12 @@ from millstream.events import (
 from millstream.pipeline import policy
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.pipeline import Pipeline
+from support.examples import examples
 from support.simulated import World, check, configs, simulate
 from support.worlds import unless_all_fail, worlds
 
 
-@settings(max_examples=300)
+@examples(100, of=300)
 @given(world=worlds)
 def test_in_any_world_no_rollout_is_too_old_none_is_lost_none_is_doubled_and_nothing_hangs(world: World) -> None:
     with unless_all_fail(world):
@@ -34,7 +35,7 @@ def test_in_any_world_no_rollout_is_too_old_none_is_lost_none_is_doubled_and_not
     check(world, outcome)
 
 
-@settings(max_examples=100)
+@examples(50, of=100)
 @given(world=worlds, lags=st.lists(st.sampled_from([0.5, 1, 1.5, 2, 4]), min_size=1, max_size=6))
 def test_when_max_lag_changes_with_every_step_each_group_keeps_the_bound_that_it_was_admitted_with(
     world: World, lags: list[float]

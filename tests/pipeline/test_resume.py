@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -26,11 +26,12 @@ from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.state import PipelineState
 from millstream.store import Saved
 from millstream.store.memory import MemoryStore
+from support.examples import examples
 from support.simulated import Diary, World, check, simulate
 from support.worlds import cut_and_resume, unless_all_fail, worlds
 
 
-@settings(max_examples=150)
+@examples(60, of=150)
 @given(world=worlds, cut=st.randoms(use_true_random=False))
 def test_from_any_checkpoint_of_any_world_nothing_is_lost_nothing_is_doubled_and_nothing_is_too_old(
     world: World, cut: random.Random
@@ -74,7 +75,7 @@ class FarStore(MemoryStore):
         return saved
 
 
-@settings(max_examples=60)
+@examples(30, of=60)
 @given(world=worlds.filter(lambda world: world.max_lag > 0), cut=st.randoms(use_true_random=False))
 def test_a_checkpoint_is_one_moment_even_of_a_store_that_is_far_away(world: World, cut: random.Random) -> None:
     with unless_all_fail(world), pytest.MonkeyPatch.context() as patched:

@@ -10,14 +10,17 @@ from millstream.events import GroupRestarted, RolloutAborted
 from millstream.events.sinks import read_history
 from support.runs import assert_clean, kill_at, resume
 
-FIRST_TO_FINISH: dict[str, object] = {
-    "pipeline.surplus": '"abort"',
-    "pipeline.extra_groups": 6,
-    "rollout.extra_members": 2,
+SMALL: dict[str, object] = {
+    "model.tiny.hidden": 32,
+    "model.tiny.layers": 1,
     "pipeline.steps": 16,
     "rollout.max_tokens": 48,
+    "evaluation.at_start": "false",
+    "evaluation.at_end": "false",
 }
-BEGIN_ANEW: dict[str, object] = {"pipeline.overdue": '"restart"', "pipeline.steps": 16, "rollout.max_tokens": 48}
+"""Long rollouts of a small model: a step takes long enough to be killed in."""
+FIRST_TO_FINISH = {**SMALL, "pipeline.surplus": '"abort"', "pipeline.extra_groups": 6, "rollout.extra_members": 2}
+BEGIN_ANEW = {**SMALL, "pipeline.overdue": '"restart"'}
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_messages_of_one_turn_of_the_event_loop_are_written_together_and_in_orde
         assert not written
         await asyncio.sleep(0)
         protocol.send(5)
+        protocol.flush()
         await asyncio.sleep(0)
 
     asyncio.run(send())

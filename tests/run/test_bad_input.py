@@ -21,6 +21,7 @@ from millstream.types import Fate
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
+    "model.tiny.layers": 1,
     "pipeline.steps": 4,
     "pipeline.groups_per_step": 4,
     "pipeline.max_lag": 0,

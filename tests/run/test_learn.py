@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from millstream.audit import audit
@@ -28,7 +27,13 @@ from millstream.run.learn import LearningEndpoint, check_endpoint, waiting_messa
 from millstream.serve.openai.service import ModelServiceConfig
 from millstream.types import Fate
 from support.commands import Command, run_command, start_command
+from support.lazy import lazy_module
 from support.runs import ROOT, command, sealed_checkpoints, steps_of, until
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazy_module("openai")
 
 TOKEN = "a-token-of-the-tests"
 WITHOUT_GROUPS = {

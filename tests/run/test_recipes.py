@@ -43,7 +43,7 @@ FEW = {
     "pipeline.filter_zero_signal": "false",
 }
 """Two steps of any recipe."""
-MADE = {"data.size": 100, "warmup.max_steps": 2, "warmup.check_every": 1}
+MADE = {"data.size": 40, "warmup.max_steps": 2, "warmup.check_every": 2}
 """A small model and its tasks are made on the spot, and warmed up."""
 SUPERVISED = {"data.size": 100, "warmup.epochs": 1, "warmup.check_every": 1, "pipeline.steps": 0}
 """Nothing but two supervised steps."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,33 @@ from msgspec import structs
 
 from millstream import train
 from millstream.audit import audit
-from millstream.config import load
+from millstream.config import convert, load
 from millstream.env.config import EnvironmentConfig
+from millstream.env.rewards import RewardConfig
 from millstream.errors import ConfigError
 from millstream.events import GroupLeft, RolloutEnded, RolloutFailed, RolloutStarted, WorkerStarted
 from millstream.events.sinks import read_events
+from millstream.pipeline.episode import EpisodeResult, Player
+from millstream.pipeline.worker_host import HostSetup
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
+from millstream.run.rollout_worker import RolloutWorkerSetup, build_environments
+from millstream.store.coordinator import StorePlan
+from millstream.types import RequestKey, Sampling, Task
+from support.agents import Model
 from support.commands import run_command, start_command
 from support.runs import ROOT, command, steps_of, until
 
+AGENT = """
+from openai import OpenAI
+
+def solve(task, access):
+    client = OpenAI(base_url=access.base_url, api_key=access.api_key)
+    messages = [{"role": "user", "content": task.prompt}]
+    say = lambda: client.chat.completions.create(model=access.model, messages=messages).choices[0].message
+    messages += [say(), {"role": "user", "content": "sure?"}]
+    return say().content
+"""
 SMALL = {"pipeline.steps": 2, "data.size": 100, "rollout.max_tokens": 8, "checkpoint.every_steps": 1}
 
 
@@ -74,6 +93,48 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_with_a_clean_audit
     )
 
 
+def test_a_worker_serves_the_agents_that_it_plays(tmp_path: Path) -> None:
+    """Their calls come to an endpoint in its own process."""
+    model = Model("3", "4")
+    model.text.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    agent = {"use": "agent", "args": {"function": f"{tmp_path}/agent.py:solve"}}
+    sampling = Sampling(max_tokens=8, stop=(model.text.end_token,))
+    setup = RolloutWorkerSetup(
+        host=HostSetup(
+            sampling=sampling,
+            seed=0,
+            max_parts=1,
+            timeout_s=30.0,
+            records_turns=False,
+            has_lines=False,
+            is_gated=False,
+            keeps_parts=True,
+            patience_s=1.0,
+            are_prefixes_kept=False,
+        ),
+        environment=(convert(agent, EnvironmentConfig, where="environment"),),
+        reward=(RewardConfig(),),
+        takes_stops=True,
+        tokenizer={path.name: path.read_bytes() for path in tmp_path.iterdir()},
+        trusts_code=False,
+        store=StorePlan(tasks={}, host="", port=0, token="", node="", memory="", journal=""),
+        path=sys.path,
+    )
+
+    async def program() -> EpisodeResult:
+        environments = build_environments(setup)
+        player = Player(environments, sampling, run_seed=0, role="train")
+        try:
+            task = Task(id="1", prompt="2+2=", answer="4")
+            return await player.play(task, RequestKey(group_id=0, member=0), model.generate)
+        finally:
+            await environments.close()
+
+    (part,) = asyncio.run(program()).parts
+    assert part.reward == 1.0 and len(model.requests) == 2
+
+
 @pytest.mark.parametrize(
     ("environment", "settings", "what"),
     [
@@ -81,7 +142,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_ends_with_a_clean_audit
         ({"max_concurrent": 1}, [], "set rollout.workers = 1 at most, or max_concurrent higher"),
         ({"max_concurrent": 1000}, ["pipeline.max_lag=0"], "max_concurrent = 1000, with pipeline.max_lag = 0"),
         ({"use": "__main__:play"}, [], 'which no other process imports: name it "file.py:name"'),
-        ({"use": "agent"}, [], "is an agent, whose endpoint is in the process of the run"),
+        ({"use": "agent", "args": {"function": "__main__:solve"}}, [], "__main__:solve is of the script that runs"),
     ],
 )
 def test_what_workers_cannot_do_is_refused_with_what_to_type(

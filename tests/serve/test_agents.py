@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from millstream.env.games.lookup import Lookup
 from millstream.env.resolve import find_environment
 from millstream.errors import ConfigError, EnvironmentFailed
 from support.agents import Model, play, play_several
+from support.commands import start_command
 
 ROOT = Path(__file__).parents[2]
 AGENT = '''
@@ -141,11 +141,18 @@ def full(task, access):
     return "4"
 '''
 PROGRAM = """
-import json, os, subprocess, sys
-from openai import OpenAI
-task = json.load(open(os.environ["MILLSTREAM_TASK"]))
-answer = OpenAI(max_retries=0).chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": task["prompt"]}])
+import json, os, subprocess, sys, urllib.request
 mode = sys.argv[1]
+task = json.load(open(os.environ["MILLSTREAM_TASK"]))
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": task["prompt"]}]}
+if mode == "plain":  # the real client takes two seconds to import
+    from openai import OpenAI
+    answer = OpenAI(max_retries=0).chat.completions.create(**body).choices[0].message.content
+else:
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    call = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(call) as response:
+        answer = json.load(response)["choices"][0]["message"]["content"]
 if mode == "child":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     open(sys.argv[2], "w").write(f"{child.pid} {os.getcwd()}")
@@ -154,7 +161,7 @@ if mode == "hangs":
     import time; time.sleep(99)
 if mode == "reward":
     json.dump(json.loads(sys.argv[2]), open("reward.json", "w"))
-print(answer.choices[0].message.content, end="")
+print(answer, end="")
 """
 
 
@@ -334,7 +341,7 @@ play({{"command": {command!r}}}, Model())
 def test_nothing_is_left_of_a_program_whose_run_was_killed(own: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(own).with_name("program.py")), "hangs", str(tmp_path / "left")]
     code = KILLED.format(path=sys.path, command=command)
-    with subprocess.Popen([sys.executable, "-c", code]) as run:
+    with start_command([sys.executable, "-c", code]) as run:
         while not (tmp_path / "left").is_file() or len((tmp_path / "left").read_text().split()) < 2:
             assert run.poll() is None
             time.sleep(0.05)

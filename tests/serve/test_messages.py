@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from support.agents import Model, play
+from support.lazy import lazy_module
 from support.openai_server import ScriptedEngine, listening, served
 from support.talk import HERMES, text_with
 
-anthropic = pytest.importorskip("anthropic")
+anthropic = lazy_module("anthropic")
 
 TOOLS: Any = [{"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}]
 CALL = '<tool_call>{"name":  "add", "arguments": {"a": 1, "b": 3}}</tool_call>'

@@ -6,15 +6,20 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from support.agents import Model, play
+from support.lazy import lazy_module
 from support.openai_server import ScriptedEngine, client_of, listening, served
 from support.talk import HERMES, text_with
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazy_module("openai")
 
 TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": True}]
 CALL = '<tool_call>{"name":  "add", "arguments": {"a": 1, "b": 3}}</tool_call>'

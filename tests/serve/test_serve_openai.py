@@ -13,10 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,9 +41,15 @@ from millstream.serve.openai.service import LONG_PROMPT, ModelServiceConfig, Ser
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.types import Completion, Message, Request, Sampled, Weights
 from support.commands import start_command
+from support.lazy import lazy_module
 from support.openai_server import CONTEXT, ScriptedEngine, client_of, listening, served
 from support.talk import CHATML, NO_SYSTEM, text_with
 from support.tiny import make, plain
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazy_module("openai")
 
 TOKEN = "a-token-of-the-tests"
 Json = dict[str, Any]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
+from support.lazy import lazy_module
 from support.openai_server import ScriptedEngine, client_of, listening, served
 from support.talk import CHATML, HERMES, text_with
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazy_module("openai")
 
 TOOLS: Any = [
     {

@@ -17,10 +17,11 @@ from millstream.model.load import save_model
 from millstream.run.build import build_model
 from millstream.run.config import ModelConfig, TinyConfig
 from support.commands import Command, start_command
+from support.lazy import lazy_module
 from support.ports import free_port
 
-tinker = pytest.importorskip("tinker")
-types: Any = pytest.importorskip("tinker.types")
+tinker = lazy_module("tinker")
+types = lazy_module("tinker.types")
 NUM_KILLS = 20
 NUM_STEPS = 400
 KEY = "tml-a-key-of-a-test"

@@ -20,6 +20,7 @@ from millstream.store import Lease, Saved, Store, Want
 from millstream.store.host import ShardedStore, SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.store.sharded import ShardedClient, shard_of
+from support.examples import examples
 from support.store_load import ForkedStore
 from support.store_model import GROUP_TASKS, TASKS, Model, Refused, Row
 
@@ -417,7 +418,7 @@ class ShardedMachine(SharedMachine):
 
 
 TestMemory = MemoryMachine.TestCase
-TestMemory.settings = settings(max_examples=100, stateful_step_count=60)
+TestMemory.settings = settings(examples(50, of=100), stateful_step_count=60)
 TestShared = SharedMachine.TestCase
 TestShared.settings = settings(max_examples=6, stateful_step_count=80)
 TestSharded = ShardedMachine.TestCase

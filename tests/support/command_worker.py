@@ -27,7 +27,7 @@ import millstream.cli.main
 import millstream.events.bias
 import millstream.run.env_check
 import millstream.run.run
-import millstream.store.host  # noqa: F401
+import millstream.store.host
 from millstream.cli.common import console, errors
 from millstream.rpc.forkserver import ForkServer
 from millstream.rpc.frames import Frames

@@ -6,15 +6,19 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from millstream.engine import Engine, EngineStats, OnSampled
 from millstream.run.text import TokenizerText
 from millstream.serve.openai.app import host_model
 from millstream.serve.openai.service import ModelServiceConfig, Served
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Weights
+from support.lazy import lazy_module
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazy_module("openai")
 
 CONTEXT = 256
 

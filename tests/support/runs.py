@@ -17,6 +17,7 @@ from support.commands import Command, run_command, start_command
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
+    "model.tiny.layers": 1,
     "data.size": 300,
     "data.holdout": 16,
     "pipeline.steps": 60,

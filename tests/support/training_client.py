@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import pytest
-
+from support.lazy import lazy_module
 from support.training_server import KEY
 
-tinker = pytest.importorskip("tinker")
-types: Any = pytest.importorskip("tinker.types")
+tinker = lazy_module("tinker")
+types = lazy_module("tinker.types")
 logging.getLogger("tinker").propagate = False  # its heartbeats go on after a test, and other tests read what is logged
 ADAM = {"learning_rate": 5e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 TEXT = [3, 4, 5, 6, 7, 8, 9, 10]

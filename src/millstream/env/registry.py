@@ -46,25 +46,25 @@ class Hosted:
         self._places = None if limit is None else asyncio.Semaphore(limit)
 
     async def rollout(self, context: Context) -> EpisodeReward:
+        environment, sandbox = self._isolated or self.environment, None
         if self._places is not None:
             await context.waiting(f"a place in {self.kind.name}", self._places.acquire(), is_timed=False)
         try:
-            if self._sandboxes is None:
-                return await self._play(context, None)
-            sandbox = await context.waiting("a sandbox", self._sandboxes.take(context.task))
-            try:
-                return await self._play(context, sandbox)
-            finally:
-                await self._sandboxes.give_back(sandbox)
+            if self._sandboxes is not None:  # one of the rollout's own, closed after it
+                sandbox = await context.waiting("a sandbox", self._sandboxes.take(context.task))
+            if self.kind.config.use == SINGLE_TURN:  # its rewards have limits of their own
+                return await environment.rollout(self._spoken(context, sandbox))
+            return await self._play_in_time(environment, context, sandbox)
         finally:
-            if self._places is not None:
-                self._places.release()
+            try:
+                if sandbox is not None and self._sandboxes is not None:
+                    await self._sandboxes.give_back(sandbox)
+            finally:
+                if self._places is not None:
+                    self._places.release()
 
-    async def _play(self, context: Context, sandbox: Sandbox | None) -> EpisodeReward:
-        """`sandbox`: of the rollout's own; None, if the environment has none."""
-        environment, config = self._isolated or self.environment, self.kind.config
-        if config.use == SINGLE_TURN:  # its rewards have limits of their own
-            return await environment.rollout(self._spoken(context, sandbox))
+    async def _play_in_time(self, environment: Environment, context: Context, sandbox: Sandbox | None) -> EpisodeReward:
+        config = self.kind.config
         limit = asyncio.timeout(config.step_timeout_s)
         timed = _Timed(context, _StepClock(limit, config.step_timeout_s))
         try:

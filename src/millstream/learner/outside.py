@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError, StoreError
@@ -181,22 +183,22 @@ class OutsideLearner:
     def _read(self, where: str) -> Weights:
         """All that is wrong with the files is found before a tensor is read, but for values that are not finite."""
         own = trained_weights(self._model)
-        files = {path: tensors_in(path) for path in published_files(where, self._offered)}
-        found = {name: shape for tensors in files.values() for name, shape in tensors.items()}
-        if missing := own.keys() - found.keys():
-            raise StoreError(f"malformed: {where} has no {sorted(missing)[0]}, and {len(missing) - 1} more are missing")
-        for name, tensor in own.items():
-            dtype, shape = found[name]
-            if "F" not in dtype or shape != tuple(tensor.shape):
-                wanted = f"expected floating point of shape {list(tensor.shape)}"
-                raise StoreError(f"malformed: {name} in {where} is {dtype} {list(shape)}, {wanted}")
+        paths = published_files(where, self._offered)
         try:
-            read = {name: tensor for path in files for name, tensor in load_file(path).items() if name in own}
+            with ExitStack() as opened:
+                files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
+                found = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+                if missing := own.keys() - found.keys():
+                    others = f"and {len(missing) - 1} more are missing"
+                    raise StoreError(f"malformed: {where} has no {sorted(missing)[0]}, {others}")
+                for name, tensor in own.items():
+                    check_tensor(f"{name} in {where}", found[name].get_slice(name), tensor)
+                weights = {name: found[name].get_tensor(name) for name in own}
         except (OSError, SafetensorError) as error:
             raise StoreError(f"malformed: {where} cannot be read: {error}") from error
-        if names := names_not_finite(read):
+        if names := names_not_finite(weights):
             raise StoreError(f"malformed: {names[0]} in {where} has a value that is not finite")
-        return read
+        return weights
 
     def _load(self, weights: Weights) -> None:
         with torch.no_grad():
@@ -230,11 +232,8 @@ def published_files(where: str, offered: Path) -> list[Path]:
     return files
 
 
-def tensors_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """From the header alone, the type and the shape of each tensor. Raises `StoreError`."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"malformed: {path} cannot be read: {error}") from error
+def check_tensor(what: str, header: Any, own: Tensor) -> None:
+    """By the header of its file. Raises `StoreError`."""
+    dtype, shape = header.get_dtype(), header.get_shape()
+    if "F" not in dtype or shape != list(own.shape):
+        raise StoreError(f"malformed: {what} is {dtype} {shape}, expected floating point of shape {list(own.shape)}")

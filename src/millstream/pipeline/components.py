@@ -61,7 +61,7 @@ class Components:
             algorithm,
             config,
             min_group_size=rollout.min_group_size,
-            num_at_once=SETTLING if parts.workers is not None and not is_in_lockstep else 1,
+            num_at_once=SETTLING if parts.workers is not None and not config.is_in_lockstep else 1,
         )
         gate = gate_for(config, self.router, self.context)
         line = RouterLine(self.router, parts.waits, self.admission, gate)

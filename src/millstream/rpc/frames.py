@@ -161,7 +161,11 @@ class FrameProtocol(asyncio.Protocol):
         """Write at once what was sent."""
         data = b"".join(self._unsent)
         self._unsent.clear()
-        if data and self.transport is not None and not self.transport.is_closing():
+        if data:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
 
     def close(self) -> None:

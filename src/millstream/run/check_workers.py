@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from millstream.env.config import AGENT
 from millstream.env.rewards import was_passed
 from millstream.errors import ConfigError
 from millstream.run.config import RunConfig
@@ -31,11 +30,10 @@ def _refused(config: RunConfig) -> Iterator[str]:
             f'(function = "file.py:function"). Or: {INSTEAD}'
         )
     names = [one.use for one in config.environment] + [one.function for one in config.reward]
+    names += [str(one.args.get(key, "")) for one in config.environment for key in ("function", "score")]  # of agents
     if own := [name for name in names if name.startswith("__main__:")]:
         yield f'{own[0]} is of the script that runs, which no other process imports: name it "file.py:name". Or: {INSTEAD}'
     for one in config.environment:
-        if one.use == AGENT:
-            yield f"environment {one.shown} is an agent, whose endpoint is in the process of the run. {INSTEAD}"
         if one.max_concurrent is None:
             continue
         if one.max_concurrent < config.rollout.workers:

@@ -1,7 +1,7 @@
 """Rollout workers: how a run starts them, and what runs in their processes. Imports torch.
 
 A worker (`pipeline.worker_host`) has the environments and rewards of the config, the tokenizer, a client of the store, and
-lines to the engines. It starts processes of environments and rewards itself, on its own node.
+lines to the engines. It starts processes of environments and rewards itself, and serves its agents, on its own node.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from millstream.clock import RealClock
 from millstream.engine.native.lines import LineEngine
 from millstream.env.config import EnvironmentConfig
-from millstream.env.registry import Environments, Hosted
+from millstream.env.registry import Environments
 from millstream.env.resolve import find_environment
-from millstream.env.rewards import CompletionScorer, RewardConfig, prepare_rewards
-from millstream.env.single_turn import SingleTurn
+from millstream.env.rewards import RewardConfig, prepare_rewards
 from millstream.events.sinks import Tee
 from millstream.model.load import load_tokenizer, set_up_cpu
 from millstream.pipeline.worker_host import HostSetup, OnBroken, OpenLine, ToDriver, ToWorker, WorkerHost
@@ -35,6 +34,7 @@ from millstream.pipeline.workers import OnExit, OnMessage, WorkerPlan
 from millstream.rpc.call import Channel, Packet, PacketKind, Remote, typed_decoder
 from millstream.rpc.process import Launcher, LocalLauncher, own_node
 from millstream.rpc.serve import end_process, exit_with
+from millstream.run.build import build_environment
 from millstream.run.config import RunConfig
 from millstream.run.text import TokenizerText
 from millstream.store.client import Address, StoreClient
@@ -47,6 +47,7 @@ class RolloutWorkerSetup(Struct, frozen=True, kw_only=True):
     host: HostSetup
     environment: tuple[EnvironmentConfig, ...]
     reward: tuple[RewardConfig, ...]
+    takes_stops: bool  # whether the engine looks for stop strings
     tokenizer: dict[str, bytes]  # its files
     trusts_code: bool  # whether the tokenizer may have code of its own
     store: StorePlan
@@ -70,6 +71,7 @@ def plan_workers(
         RolloutWorkerSetup,
         environment=tuple(_shared(one, num) for one in config.environment),
         reward=tuple(config.reward),
+        takes_stops=config.engine.takes_stops,
         tokenizer=files,
         trusts_code=config.model.trust_remote_code,
         store=plan,
@@ -176,12 +178,10 @@ def build_environments(setup: RolloutWorkerSetup) -> Environments:
     with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
         for name, data in setup.tokenizer.items():
             (Path(folder) / name).write_bytes(data)
-        text = TokenizerText(tokenizer=load_tokenizer(folder, trust_remote_code=setup.trusts_code), is_watched=True)
+        text = TokenizerText(tokenizer=load_tokenizer(folder, trust_remote_code=setup.trusts_code))
     rewards = prepare_rewards(setup.reward)
     kinds = [find_environment(config) for config in setup.environment]
-    return Environments(
-        [Hosted(kind, kind.environment or SingleTurn(CompletionScorer(rewards)), text) for kind in kinds]
-    )
+    return build_environment(kinds, text, rewards, ends=setup.host.sampling.stop, takes_stops=setup.takes_stops)
 
 
 async def _connect_store(plan: StorePlan) -> StoreClient:

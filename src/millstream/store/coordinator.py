@@ -87,6 +87,7 @@ class Coordinator:
             capacity_rows=plan.capacity_rows,
             capacity_bytes=plan.capacity_bytes,
             shard=plan.shard,
+            on_new=self.pool.adopt,
             on_free=self.pool.free,
         )
         self._puts = PutQueue(self.table, self._clock)
@@ -216,8 +217,6 @@ class Coordinator:
         except Exception as error:
             _crash(error)
         self._record(client, number, change, now)
-        for block in wire.blocks_of(change):
-            self.pool.adopt(block)
         session = self.sessions.by_name.get(client)
         return answer if session is None else session.remembered(number, answer)
 
@@ -393,8 +392,6 @@ class Coordinator:
                     replay_grant(self.table, grant, record.client)
                     self.sessions.find(record.client).grants[record.number] = grant.lease_id
                 case change:
-                    for block in wire.blocks_of(change):
-                        self.pool.adopt(block)
                     answer = self._apply(change, record.at)
                     if record.client:
                         self.sessions.find(record.client).remembered(record.number, answer)

@@ -266,7 +266,7 @@ def load_state(state: FullState, table: RowTable, pool: SegmentPool) -> None:
     for block_id, spec in state.blocks.items():
         mask = table.tasks.mask(spec.columns)
         blocks[block_id] = RowBlock(block_id, spec.columns, spec.nbytes, spec.payload, mask, 0)
-        pool.adopt(spec)
+        pool.adopt(blocks[block_id])
     table.num_bytes = sum(block.nbytes for block in blocks.values())
     for saved in state.partitions:
         _load_partition(saved, table, blocks)

@@ -103,9 +103,9 @@ class SegmentPool:
             raise
         return structs.replace(block, payload=Payload(payload.nbytes, None, segment, payload.is_private))
 
-    def adopt(self, block: PackedBlock) -> None:
+    def adopt(self, block: RowBlock) -> None:
         """Rows have it now."""
-        segment = block.payload.segment
+        segment: Segment | None = block.payload.segment
         if segment is None:
             self._in_memory[self._node] += block.nbytes
         elif segment.name not in self._used:

@@ -50,11 +50,13 @@ class RowTable:
         capacity_rows: int | None = None,
         capacity_bytes: int | None = None,
         shard: int = 0,
+        on_new: Callable[[RowBlock], None] = lambda block: None,
         on_free: Callable[[RowBlock], None] = lambda block: None,
     ) -> None:
         self.tasks = TaskSet(tasks)
         self.capacity_rows = capacity_rows
         self.capacity_bytes = capacity_bytes
+        self._on_new = on_new
         self._on_free = on_free
         self.partitions: dict[str, Partition] = {}
         self.rows: dict[int, RowEntry] = {}
@@ -164,8 +166,9 @@ class RowTable:
         columns, nbytes = spec.columns, spec.nbytes
         self.num_bytes += nbytes
         self.partitions[partition].num_bytes += nbytes
-        mask = self.tasks.mask(columns)
-        return RowBlock(self.num_blocks, columns, nbytes, spec.payload, mask, num_rows, partition)
+        block = RowBlock(self.num_blocks, columns, nbytes, spec.payload, self.tasks.mask(columns), num_rows, partition)
+        self._on_new(block)
+        return block
 
     def adopt(self, row: RowEntry) -> None:
         """Add a row that has its group, its parts and its masks. Call `Partition.rebuild` afterwards."""

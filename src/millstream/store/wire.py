@@ -287,17 +287,13 @@ class StoreReply(Struct, array_like=True):
     body: ReplyBody
 
 
-def blocks_of(change: Any) -> list[PackedBlock]:
-    """The payload of a change."""
-    match change:
-        case PutRows() | WriteCells():
-            return [change.block]
-        case RestorePartition():
-            return [block for _, block in change.saved.blocks]
-        case _:
-            return []
-
-
 def segments_of(change: Any) -> list[Segment]:
     """The segments that hold the payload of a change."""
-    return [block.payload.segment for block in blocks_of(change) if block.payload.segment is not None]
+    match change:
+        case PutRows() | WriteCells():
+            blocks = [change.block]
+        case RestorePartition():
+            blocks = [block for _, block in change.saved.blocks]
+        case _:
+            blocks = []
+    return [block.payload.segment for block in blocks if block.payload.segment is not None]
