@@ -149,6 +149,8 @@ class Coordinator:
             case wire.RenewLease():
                 self._claims.renew(body.lease_id)
                 return wire.Accepted()
+            case wire.ReadRows():
+                return self._locate(session, 0, [self.table.row(row_id) for row_id in body.row_ids], [])
             case wire.ReadPartition():
                 rows = list(self.table.partition(body.partition).rows.values())
                 return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition))

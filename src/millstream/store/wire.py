@@ -51,6 +51,8 @@ class StagedRows(Struct, frozen=True, array_like=True):
     block: PackedBlock
     versions: list[int]
     tokens: list[int]
+    small: PackedBlock | None = None
+    """More of their columns, as part of the message."""
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -90,6 +92,8 @@ class PutRows(PartitionRequest):
     versions: list[int]
     tokens: list[int]
     deadline_s: float | None = None
+    small: PackedBlock | None = None
+    """More columns of the same rows."""
 
 
 class WriteCells(_Tagged):
@@ -154,6 +158,12 @@ class ReadPartition(PartitionRequest):
     """All rows of a partition, for a snapshot."""
 
 
+class ReadRows(_Tagged):
+    """Rows by their ids, whoever has them on lease."""
+
+    row_ids: list[int]
+
+
 class RestorePartition(PartitionRequest):
     saved: rows.SavedPartition[Payload]
 
@@ -178,7 +188,7 @@ LeaseChange = AcknowledgeLease | DropLease | GiveBackLease
 PartitionChange = CloseGroups | CoverStep | RewindTask | FinishPartition | DropPartition
 PayloadChange = PutRows | WriteCells | RestorePartition
 SegmentRequest = ReserveSegment | ReleaseSegment | CloseViews
-Question = ClaimRows | WatchReady | RenewLease | ReadPartition | GetStats | GetLostRows
+Question = ClaimRows | WatchReady | RenewLease | ReadRows | ReadPartition | GetStats | GetLostRows
 RequestBody = StoreHello | CancelRequest | LeaseChange | PartitionChange | PayloadChange | SegmentRequest | Question
 
 
