@@ -21,18 +21,32 @@ from millstream.events.sinks import read_events
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from support.commands import run_command, start_command
-from support.runs import ROOT, command, steps_of, until
+from support.runs import ROOT, command, step_rows, steps_of, until
 
 SMALL = {"pipeline.steps": 2, "data.size": 100, "rollout.max_tokens": 8, "checkpoint.every_steps": 1}
 
 
-def test_with_max_lag_0_two_workers_give_the_weights_of_a_run_without_workers_bit_for_bit(tmp_path: Path) -> None:
+REWARD = """
+def spread(task, completion):
+    return sum(map(ord, completion)) % 7
+"""
+
+
+def test_with_max_lag_0_workers_and_a_rank_that_reads_the_store_give_the_weights_of_one_process_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     weights = []
-    for workers in (0, 2):
-        run_dir = tmp_path / str(workers) / "run"
-        done = run_command(command(run_dir, SMALL | {"pipeline.max_lag": 0, "rollout.workers": workers}))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    apart = {"rollout.workers": 2, "engine.process": "true", "rollout.keep_gb": 0}
+    for name, changes in (("one", {}), ("apart", apart)):
+        run_dir = tmp_path / name / "run"
+        words = command(run_dir, SMALL | {"pipeline.max_lag": 0} | changes)
+        with (run_dir.parent / "recipe.toml").open("a") as recipe:
+            recipe.write(f'\n[[reward]]\nuse = "{tmp_path}/rewards.py:spread"\n')
+        done = run_command(words)
         assert done.returncode == 0, done.stdout + done.stderr
         assert audit(run_dir).is_clean
+        assert all(row["grad_norm"] > 0 for row in step_rows(run_dir)), "something was trained"
         weights.append((run_dir / "model/model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 

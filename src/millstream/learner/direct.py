@@ -41,6 +41,10 @@ class DirectRow(Struct, frozen=True, kw_only=True, eq=False):
     columns: Mapping[str, Floats] = {}  # what the loss reads besides. All rows of a call have the same names.
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
     def num_shared(self) -> int:
         """Tokens at its beginning that have no gradient of their own: rows with the same ones share them."""
         (used,) = np.nonzero(self.advantages)

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from millstream.types import Tokens, TrainRow
+from millstream.types import TrainRow
 
 
 class Tokenized(Protocol):
     """A row of a pass: its size is the number of its tokens."""
 
     @property
-    def tokens(self) -> Tokens: ...
+    def num_tokens(self) -> int: ...
 
 
 R = TypeVar("R", bound=Tokenized)
@@ -30,10 +30,10 @@ class Packer(Generic[R]):
     def add(self, row: R) -> list[R]:
         """The micro-batch that this row did not fit into; empty while there is room."""
         full: list[R] = []
-        if self._rows and self._tokens + len(row.tokens) > self._max_tokens:
+        if self._rows and self._tokens + row.num_tokens > self._max_tokens:
             full = self.flush()
         self._rows.append(row)
-        self._tokens += len(row.tokens)
+        self._tokens += row.num_tokens
         return full
 
     def flush(self) -> list[R]:
@@ -54,7 +54,7 @@ def packed(rows: Iterable[R], max_tokens: int) -> Iterator[list[R]]:
 
 
 def num_tokens(rows: Sequence[Tokenized]) -> int:
-    return sum(len(row.tokens) for row in rows)
+    return sum(row.num_tokens for row in rows)
 
 
 MAX_IMBALANCE = 1.1  # tokens of the fullest rank, with rows of one prompt kept together, over those without
@@ -86,7 +86,7 @@ def _balanced(bundles: Sequence[list[TrainRow]], num_ranks: int) -> list[list[Tr
 def _by_prompt(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
     bundles: dict[bytes, list[TrainRow]] = {}
     for row in rows:
-        bundles.setdefault(row.tokens[: int(row.loss_mask.argmax())].tobytes(), []).append(row)
+        bundles.setdefault(row.prompt, []).append(row)
     return list(bundles.values())
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from millstream.errors import MillstreamError
 from millstream.events import GroupAdmitted, Status, Stepped
+from millstream.learner.base import reads_store
 from millstream.pipeline.attempts import RouterLine
 from millstream.pipeline.auto_lag import AutoLag
 from millstream.pipeline.batch import BatchTrainer, GroupTaker, TakenGroup
@@ -30,7 +31,7 @@ from millstream.pipeline.host import build_host
 from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.outside import TOO_OLD, OutsideRollouts, outside_start
-from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward
+from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward, open_less
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
 from millstream.pipeline.recorded import RecordedBatches, RecordedTaker
@@ -84,12 +85,15 @@ class Pipeline:
         self._outside = outside
         self._config = config
         self._checkpointer = keeper
+        # trained rows stay in the store until a checkpoint covers them
+        self._are_held = keeper is not None and any(map(reads_store, (parts.learner, parts.critic)))
         self._is_stopping = False
         self._workers: RolloutWorkers | None = None
         self.waits = parts.waits
         self._context = RunContext(
             store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink, rollouts=parts.rollouts
         )
+        open_less(parts, algorithm, config, are_kept=rollout.keep_gb > 0)
         is_in_lockstep = config.is_in_lockstep
         self._context.lengths = ExpectedLengths() if config.longest_first and not is_in_lockstep else None
         self.router = router or Router(
@@ -163,6 +167,7 @@ class Pipeline:
             critic=self._critic,
             proximal=self._proximal,
             is_from_users=self._outside is not None,
+            are_stored=reads_store(self._parts.learner),
         )
 
     def _build_batch(self, algorithm: Algorithm) -> BatchTrainer:
@@ -342,6 +347,7 @@ class Pipeline:
         """One batch: gradients accumulate while the rest of it is still being generated. False if no group was left."""
         began = self._context.now()
         await self._batch.begin(self.admission.version)
+        await self._free_covered()
         self._taker.begin_batch()
         while (taken := await self._next_group()) is not None:
             await self._batch.add(taken)
@@ -375,7 +381,7 @@ class Pipeline:
                 num_groups=len(trained),
                 num_rollouts=sum(len(members_of(lease)) for lease in trained),
                 num_rows=len(rows),
-                num_tokens=sum(len(row.tokens) for row in rows),
+                num_tokens=sum(row.num_tokens for row in rows),
                 seconds=now - began,
                 metrics=metrics,
             )
@@ -383,7 +389,7 @@ class Pipeline:
         for (
             lease
         ) in leases:  # after the events: the store may be remote, and no group may start in room not yet recorded
-            await self._parts.store.acknowledge(lease)
+            await self._parts.store.acknowledge(lease, step=version if self._are_held else None)
         groups = self._context.groups
         self._context.groups = {group_id: group for group_id, group in groups.items() if group_id in self.admission}
         if self._auto_lag is not None:
@@ -400,6 +406,12 @@ class Pipeline:
         await self.sync.publish(self.admission.version, weights, began)
 
     # ---- between two batches -------------------------------------------------------------------------------------------
+
+    async def _free_covered(self) -> None:
+        """Rows that a checkpoint covers are not trained again by processes that replace those of the learner."""
+        covered = self._checkpointer.version if self._checkpointer is not None and self._are_held else None
+        if covered is not None:
+            await self._parts.store.cover(covered)
 
     async def _checkpoint_if_due(self) -> None:
         checkpointer, version = self._checkpointer, self.admission.version

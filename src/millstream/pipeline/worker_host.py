@@ -44,6 +44,7 @@ from millstream.pipeline.attempts import (
     owner_of,
 )
 from millstream.pipeline.episode import Player
+from millstream.pipeline.schema import LONG_COLUMNS, sizes_of
 from millstream.pipeline.waits import Waits
 from millstream.serving.router import ReplicaChange, RequestRank, Router
 from millstream.store.base import Columns
@@ -159,7 +160,9 @@ class DriverConnection(Protocol):
 class Staging(Protocol):
     """Where a worker packs rows (`store.client.StoreClient`)."""
 
-    async def stage(self, columns: Columns, *, versions: int | None = None) -> StagedRows: ...
+    async def stage(
+        self, columns: Columns, *, small: Columns | None = None, versions: int | None = None
+    ) -> StagedRows: ...
 
 
 ConnectEngine = Callable[[OpenLine, Callable[[], None]], Engine]
@@ -254,7 +257,10 @@ class WorkerHost:
     async def _reply(self, key: RequestKey, end: AttemptEnd) -> AttemptReply:
         rows, parts = None, end.parts
         if end.summary is not None and not self._is_aborted[key]:
-            rows = await self._store.stage(columns_of_rollout(parts), versions=end.summary.start_version)
+            columns = columns_of_rollout(parts)
+            long = {name: columns.pop(name) for name in LONG_COLUMNS}
+            small = columns | sizes_of(long["tokens"], long["loss_mask"])
+            rows = await self._store.stage(long, small=small, versions=end.summary.start_version)
         if not self._setup.keeps_parts:
             parts = (_head(parts[0]),) if parts else ()
         return AttemptReply(

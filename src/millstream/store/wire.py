@@ -159,7 +159,7 @@ class ReadPartition(PartitionRequest):
 
 
 class ReadRows(_Tagged):
-    """Rows by their ids, whoever has them on lease."""
+    """Rows by their ids, on lease to any client or to none."""
 
     row_ids: list[int]
 
