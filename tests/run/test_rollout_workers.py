@@ -37,13 +37,11 @@ def test_with_max_lag_0_workers_and_a_rank_that_reads_the_store_give_the_weights
 ) -> None:
     weights = []
     (tmp_path / "rewards.py").write_text(REWARD)
+    same = SMALL | {"pipeline.max_lag": 0, "reward": f"[{{function='{tmp_path}/rewards.py:spread'}}]"}
     apart = {"rollout.workers": 2, "engine.process": "true", "rollout.keep_gb": 0}
     for name, changes in (("one", {}), ("apart", apart)):
         run_dir = tmp_path / name / "run"
-        words = command(run_dir, SMALL | {"pipeline.max_lag": 0} | changes)
-        with (run_dir.parent / "recipe.toml").open("a") as recipe:
-            recipe.write(f'\n[[reward]]\nuse = "{tmp_path}/rewards.py:spread"\n')
-        done = run_command(words)
+        done = run_command(command(run_dir, same | changes))
         assert done.returncode == 0, done.stdout + done.stderr
         assert audit(run_dir).is_clean
         assert all(row["grad_norm"] > 0 for row in step_rows(run_dir)), "something was trained"

@@ -198,12 +198,15 @@ CriticMessage = (
 COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "proximal", "values", "returns", "label")
 
 
+def row_refs(rows: Sequence[TrainRow]) -> list[RowRef]:
+    """Of those that are in the store."""
+    stored = [row for row in rows if isinstance(row, StoredRow)]
+    return [RowRef(row.row_id, row.label, row.scale, row.is_proximal_stored) for row in stored]
+
+
 def rows_message(rows: Sequence[TrainRow]) -> RowsMessage:
     """Rows of one kind: those of a store by their ids."""
-    refs = [
-        RowRef(row.row_id, row.label, row.scale, row.is_proximal_stored) for row in rows if isinstance(row, StoredRow)
-    ]
-    return refs or pack_rows(rows)
+    return row_refs(rows) or pack_rows(rows)
 
 
 def pack_rows(rows: Sequence[TrainRow]) -> bytes:

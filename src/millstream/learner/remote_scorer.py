@@ -36,6 +36,7 @@ from millstream.learner.messages import (
     StoreAccess,
     TakeSnapshot,
     pack_rows,
+    row_refs,
     rows_message,
 )
 from millstream.learner.processes import GroupSnapshot, LearnerProcesses
@@ -120,7 +121,7 @@ class ScorerProcess:
 
     def pack_scores(self, store: StoreAccess | None, rows: Sequence[TrainRow], column: str) -> PackedBlock:
         self.use(store)
-        packed: PackedBlock = self.call(PackScores(rows_message(rows), column), PackedBlock)  # type: ignore[arg-type]
+        packed: PackedBlock = self.call(PackScores(row_refs(rows), column), PackedBlock)
         return packed
 
     def call(self, message: Any, answer: Any = None) -> Any:

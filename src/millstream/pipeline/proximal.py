@@ -12,7 +12,7 @@ again. Every group has passed when its batch ends, so that a checkpoint between 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ from millstream.learner import Follower
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.grouping import row_order
 from millstream.pipeline.schema import LEARN, PROXIMAL, PROXIMAL_VERSION, Stage, rows_to_score, this_one
-from millstream.pipeline.stages import ScoredBatch, emit_span, score_and_write
+from millstream.pipeline.stages import emit_span, score_and_write, scores_of
 from millstream.store import Lease
-from millstream.types import Floats, StoredRow, TrainRow, Weights
+from millstream.types import StoredRow, TrainRow, Weights
 
 OWNER = f"stage {PROXIMAL}"
 NO_VERSION = -1  # of a row that was not scored
@@ -79,21 +79,15 @@ class Proximal:
             return
         async with self._context.quiesce:
             if ids:
-                nothing = {PROXIMAL: [None] * len(ids), PROXIMAL_VERSION: [NO_VERSION] * len(ids)}
+                nothing: dict[str, list[Any]] = {PROXIMAL: [None] * len(ids), PROXIMAL_VERSION: [NO_VERSION] * len(ids)}
                 await store.write(ids, nothing, overwrite=True)
             await store.acknowledge(lease)
 
-    async def _score(
-        self, rows: Sequence[TrainRow], ids: Sequence[int], then: Callable[[], Coroutine[Any, Any, None]]
-    ) -> list[ScoredBatch]:
+    async def _score(self, rows: Sequence[TrainRow], ids: Sequence[int], then: Callable[[], Awaitable[None]]) -> None:
         """Write scores with the weights of the batch's start, and their version."""
         await self._load()
-
-        async def finish() -> None:
-            await self._context.store.write(ids, {PROXIMAL_VERSION: [self._loaded] * len(ids)}, overwrite=True)
-            await then()
-
-        return await score_and_write(rows, ids, self._stage, self._context, finish, overwrite=True)
+        version = {PROXIMAL_VERSION: [self._loaded] * len(ids)}
+        await score_and_write(rows, ids, self._stage, self._context, then, more=version, overwrite=True)
 
     async def _load(self) -> None:
         weights = self._start
@@ -111,24 +105,26 @@ class Proximal:
         lease = await self._context.waits.on(
             "train", f"the proximal policy's word on group {group_id}", claim, deadline=False
         )
-        is_needed = number > self._num_first and bool(rows)
-        again = await self._score_stale(lease) if is_needed else {}
+        joined = await self._joined(rows, lease) if number > self._num_first and rows else list(rows)
         await self._context.store.acknowledge(lease)
-        if not is_needed:
-            return list(rows)
-        if isinstance(rows[0], StoredRow):
-            return [replace(row, is_proximal_stored=True) for row in rows]
-        scores, order = lease[PROXIMAL], row_order(lease)
-        return [replace(row, proximal=again.get(i, scores[i])) for i, row in zip(order, rows, strict=True)]
+        return joined
 
-    async def _score_stale(self, lease: Lease) -> dict[int, Floats]:
-        """Score rows again whose scores are of another version. By index: scores that are not only in the store."""
-        stale = [i for i in row_order(lease) if lease[PROXIMAL_VERSION][i] != self._version]
-        if not stale:
-            return {}
-        rows = dict(zip(row_order(lease), rows_to_score(lease, are_stored=self._stage.reads_store), strict=True))
-        scored = await self._score([rows[i] for i in stale], [lease.row_ids[i] for i in stale], _nothing_more)
-        return dict(zip(stale, (cells for some in scored for cells in some.cells), strict=False))
+    async def _joined(self, rows: Sequence[TrainRow], lease: Lease) -> list[TrainRow]:
+        """Rows whose scores are of another version are scored again."""
+        order, found = row_order(lease), lease[PROXIMAL_VERSION]
+        stale = [number for number, i in enumerate(order) if found[i] != self._version]
+        if isinstance(rows[0], StoredRow):
+            if stale:
+                again = rows_to_score(lease, are_stored=self._stage.reads_store)
+                ids = [lease.row_ids[order[number]] for number in stale]
+                await self._score([again[number] for number in stale], ids, _nothing_more)
+            return [replace(row, is_proximal_stored=True) for row in rows]
+        scores = {number: lease[PROXIMAL][i] for number, i in enumerate(order)}
+        if stale:
+            await self._load()
+            scored = await scores_of([rows[number] for number in stale], self._stage, self._context)
+            scores.update(zip(stale, (cells for some in scored for cells in some.cells), strict=True))
+        return [replace(row, proximal=scores[number]) for number, row in enumerate(rows)]
 
 
 async def _nothing_more() -> None: ...

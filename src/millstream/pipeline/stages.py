@@ -19,8 +19,8 @@ In lockstep a stage reads whole groups: what is computed together then depends o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from millstream.pipeline.context import RunContext
 from millstream.pipeline.grouping import row_order
 from millstream.pipeline.schema import SharedColumns, Stage, num_tokens_of, rows_to_score
 from millstream.store import ONE_GROUP, Lease, Want
+from millstream.store.base import Columns
 from millstream.store.wire import PackedBlock
 from millstream.types import Floats, TrainRow
 
@@ -80,38 +81,45 @@ async def score_and_write(
     row_ids: Sequence[int],
     stage: Stage,
     context: RunContext,
-    then: Callable[[], Coroutine[Any, Any, None]],
+    then: Callable[[], Awaitable[None]],
     *,
+    more: Columns | None = None,
     overwrite: bool = False,
-) -> list[ScoredBatch]:
-    """Score the rows, write their column, and do `then` in the same moment. Scores that were lost with the process that had
-    packed them are computed again."""
+) -> None:
+    """Score the rows, write their column, and `more`, and do `then` in the same moment. Scores that were lost with the process
+    that had packed them are computed again."""
     while True:
-        scored = await _scores_of(rows, stage, context)
+        scored = await scores_of(rows, stage, context)
         try:
             async with context.quiesce:
-                await _write(scored, row_ids, stage, context, overwrite=overwrite)
+                await _write(scored, row_ids, stage, context, more or {}, overwrite=overwrite)
                 await then()
-            return scored
+            return
         except RowsLost:
             overwrite = True  # some may have been written
 
 
 async def _write(
-    scored: Sequence[ScoredBatch], row_ids: Sequence[int], stage: Stage, context: RunContext, *, overwrite: bool
+    scored: Sequence[ScoredBatch],
+    row_ids: Sequence[int],
+    stage: Stage,
+    context: RunContext,
+    more: Columns,
+    *,
+    overwrite: bool,
 ) -> None:
+    store, begin = context.store, 0
+    for packed in [some for some in scored if some.packed is not None]:
+        assert packed.packed is not None and isinstance(store, SharedColumns)
+        await store.write_staged(row_ids[begin : begin + packed.num_rows], packed.packed, overwrite=overwrite)
+        begin += packed.num_rows
     cells = [own for some in scored for own in some.cells]
-    if cells:
-        await context.store.write(row_ids, {stage.name: cells}, overwrite=overwrite)
-        return
-    begin = 0
-    for some in scored:
-        assert some.packed is not None and isinstance(context.store, SharedColumns)
-        await context.store.write_staged(row_ids[begin : begin + some.num_rows], some.packed, overwrite=overwrite)
-        begin += some.num_rows
+    columns = {**more, stage.name: cells} if cells else more
+    if columns:
+        await store.write(row_ids, columns, overwrite=overwrite)
 
 
-async def _scores_of(rows: Sequence[TrainRow], stage: Stage, context: RunContext) -> list[ScoredBatch]:
+async def scores_of(rows: Sequence[TrainRow], stage: Stage, context: RunContext) -> list[ScoredBatch]:
     """In the order of the rows, micro-batch by micro-batch."""
     packer = Packer[TrainRow](stage.micro_batch_tokens)
     batches = [packer.add(row) for row in rows]
