@@ -1,15 +1,16 @@
 """What does the driver of a run handle per rollout, and how many turns a second do rollout workers play?
 
-1. Bytes through the driver's sockets and its processor time per rollout, for rollouts of 100, 1,000 and 10,000 tokens, played
-   in the driver (`rollout.workers = 0`) and by one worker.
+1. Bytes through the driver's sockets and its processor time per rollout, for rollouts of 100, 1,000 and 10,000 tokens: played
+   in the driver (`rollout.workers = 0`) and by one worker; then with two ranks of a learner as well, to which the driver sends
+   the rows, or which read them from the store by themselves.
 2. Turns a second with 1, 2, 4, ... workers (`--workers`), and as many times the groups in flight and in a batch, always with
    as many engines as the most workers; and which process has how much of a core: the busiest is what limits the rate. It
    needs twice as many cores as there are workers.
 
-Engines are processes with Millstream's own protocol that answer a request at once, without a model; the learner does nothing,
-and is one that reads its rows from the store by itself.
-All else is that of a run: pipeline, router, lines, store, events, worker processes. Rollouts are not kept
-(`rollout.keep_gb = 0`). The figures of a run begin after its first third.
+Engines are processes with Millstream's own protocol that answer a request at once, without a model; ranks are processes that
+read every number of their rows, and compute nothing; without ranks the learner does nothing. All else is that of a run:
+pipeline, router, lines, store, events, worker processes. Rollouts are not kept (`rollout.keep_gb = 0`). The figures of a run
+begin after its first third.
 
     .venv/bin/python bench/driver_cost.py [--json] [--smoke] [--tokens 100,1000,10000] [--workers 1] [--steps 60]
     .venv/bin/python bench/driver_cost.py --tokens 1000 --workers 1,2,4,8          # a machine with 16 cores or more
@@ -169,6 +170,40 @@ def instant_engine(name: str, num_tokens: int, sink: Any) -> Any:
     return TorchEngine(host, slots=256, max_length=None, clock=RealClock(), sink=sink, name=name)
 
 
+# ---- ranks that compute nothing ----------------------------------------------------------------------------------------
+
+
+def serve_instant_rank(connection: socket.socket) -> None:
+    """In place of `learner.rank_worker.serve_rank`."""
+    from internals_torch import RankMessage, RankSetup, StoreReader, messages, serve_calls, tally_of
+
+    def begin(setup: RankSetup) -> Any:
+        store = StoreReader("rank")
+
+        def handle(message: Any) -> Any:
+            match message:
+                case messages.OpenStore():
+                    return store.open(message)
+                case messages.Accumulate(passes):
+                    rows = [row for some in passes for row in store.rows(some)]
+                    return float(sum(row.logprobs.sum() + row.tokens.sum() for row in rows)) * 0.0
+                case messages.TakeTally():
+                    return tally_of(0.0)
+            return None
+
+        return handle
+
+    serve_calls(Channel(connection), RankSetup, begin, RankMessage)
+
+
+def instant_ranks(num_ranks: int, store: Any) -> Any:
+    """A learner of processes. `store`: see `FsdpLearner`."""
+    from internals_torch import instant_model, processes, ranks_of
+
+    processes.RANK_WORKER = "driver_cost:serve_instant_rank"
+    return ranks_of(instant_model(), num_ranks, store=store, records_ratios=False)
+
+
 # ---- the environment ---------------------------------------------------------------------------------------------------
 
 
@@ -285,8 +320,25 @@ def config_of(num_workers: int, options: argparse.Namespace) -> RunConfig:
     )
 
 
-async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace) -> Measured:
-    from internals_torch import TokenizerText, build_environment, find_environment, plan_workers, tokenizer_of
+class Ranks(NamedTuple):
+    """Of the learner. 0: it does nothing."""
+
+    num: int = 0
+    read_store: bool = False
+
+
+NO_RANKS = Ranks()
+
+
+async def one_run(num_tokens: int, num_workers: int, ranks: Ranks, options: argparse.Namespace) -> Measured:
+    from internals_torch import (
+        TokenizerText,
+        build_environment,
+        find_environment,
+        plan_workers,
+        store_access,
+        tokenizer_of,
+    )
 
     config = config_of(num_workers, options)
     tokenizer = tokenizer_of(config.model)
@@ -302,7 +354,11 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
             plan = plan_workers(config, tokenizer, (shared.plan, client), None, has_lines=True)
         kinds = [find_environment(one) for one in config.environment]
         environment = build_environment(kinds, TokenizerText(tokenizer=tokenizer), [])
-        learner, channel, clock = IdleLearner(), LocalChannel(), RealClock()
+        learner: Any = IdleLearner()
+        if ranks.num:
+            access = None if shared is None or not ranks.read_store else store_access(shared.plan)
+            learner = instant_ranks(ranks.num, lambda: access)
+        channel, clock = LocalChannel(), RealClock()
         await channel.publish(0, {})
         parts = Parts(
             engines=tuple(engines),
@@ -328,6 +384,8 @@ async def one_run(num_tokens: int, num_workers: int, options: argparse.Namespace
         finally:
             for engine in engines:
                 await engine.close()
+            if ranks.num:
+                await learner.close()
             if shared is not None and client is not None:
                 await client.close()
                 await asyncio.to_thread(shared.close)
@@ -361,32 +419,32 @@ def measured(begin: Counted, end: Counted, turns: int) -> Measured:
 
 
 @functools.cache
-def measure(num_tokens: int, num_workers: int, engines: int, steps: int, turns: int) -> Measured:
+def measure(
+    num_tokens: int, num_workers: int, engines: int, steps: int, turns: int, ranks: Ranks = NO_RANKS
+) -> Measured:
     options = argparse.Namespace(engines=engines, steps=steps, turns=turns)
-    found = asyncio.run(one_run(num_tokens, num_workers, options))
+    found = asyncio.run(one_run(num_tokens, num_workers, ranks, options))
     shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
     say(
-        f"{num_tokens} tokens, {num_workers} workers: {found.turns_per_s:,.0f} turns/s, {found.bytes_per_rollout:,.0f} bytes "
-        f"and {found.processor_ms:.3f} ms of the driver per rollout; of a core: {shares}"
+        f"{num_tokens} tokens, {num_workers} workers, {ranks}: {found.turns_per_s:,.0f} turns/s, "
+        f"{found.bytes_per_rollout:,.0f} bytes and {found.processor_ms:.3f} ms of the driver per rollout; of a core: {shares}"
     )
     return found
 
 
 def driver_rows(options: argparse.Namespace) -> Iterator[Row]:
     for num_tokens in options.tokens:
-        without, with_one = (measure(num_tokens, workers, 1, options.steps, options.turns) for workers in (0, 1))
-        workload, peer = f"rollouts of {num_tokens:,} tokens, {options.turns} turns", "rollout.workers = 0"
-        yield cost(
-            workload,
-            "bytes through the driver's sockets per rollout",
-            with_one.bytes_per_rollout,
-            peer,
-            without.bytes_per_rollout,
-            digits=0,
-        )
-        yield cost(
-            workload, "ms of the driver's processor per rollout", with_one.processor_ms, peer, without.processor_ms
-        )
+        what = f"rollouts of {num_tokens:,} tokens, {options.turns} turns"
+        of = functools.partial(measure, num_tokens, engines=1, steps=options.steps, turns=options.turns)
+        yield from cost_rows(what, of(1), "rollout.workers = 0", of(0))
+        read, sent = of(1, ranks=Ranks(2, read_store=True)), of(1, ranks=Ranks(2, read_store=False))
+        yield from cost_rows(f"{what}, 2 ranks that read the store", read, "the driver sends the rows", sent)
+
+
+def cost_rows(workload: str, ours: Measured, peer: str, theirs: Measured) -> Iterator[Row]:
+    what = "bytes through the driver's sockets per rollout"
+    yield cost(workload, what, ours.bytes_per_rollout, peer, theirs.bytes_per_rollout, digits=0)
+    yield cost(workload, "ms of the driver's processor per rollout", ours.processor_ms, peer, theirs.processor_ms)
 
 
 def turn_rows(options: argparse.Namespace) -> Iterator[Row]:

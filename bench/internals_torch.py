@@ -45,12 +45,14 @@ from millstream.env.config import EnvironmentConfig
 from millstream.env.resolve import find_environment
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
-from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner import LearnerConfig, RunLearner, messages, processes
 from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.fsdp import ClusterRanks, FsdpLearner
-from millstream.learner.messages import ObjectiveSource
+from millstream.learner.messages import ObjectiveSource, RankMessage, RankSetup, StoreAccess
 from millstream.learner.optimizer import AdamSettings
 from millstream.learner.packing import Packer
+from millstream.learner.store_reader import StoreReader
+from millstream.learner.tally import StepTally
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters
 from millstream.model.compare import Scored, check_itself, library_logprobs, randomize
@@ -68,6 +70,7 @@ from millstream.model.lora import LoraConfig
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.rpc.process import LocalLauncher
+from millstream.rpc.serve import serve_calls
 from millstream.run.build import build_engine, build_environment, build_model, build_sampling
 from millstream.run.check import check_config
 from millstream.run.check_prompts import tokenizer_of
@@ -108,12 +111,27 @@ def qwen3(*, hidden: int, layers: int, heads: int, dim: int, words: int, context
     )
 
 
-def ranks_of(model: Any, ranks: int, *, is_cluster: bool = False) -> FsdpLearner:
+def ranks_of(model: Any, ranks: int, *, is_cluster: bool = False, **options: Any) -> FsdpLearner:
     """A learner of so many ranks, each a process of this machine. `is_cluster`: weights are sent as on a cluster."""
     source = ObjectiveSource(
         function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(Recipe(algorithm=None))
     )
-    return FsdpLearner(model, LearnerConfig(ranks=ranks), source, cluster=_cluster(model) if is_cluster else None)
+    cluster = _cluster(model) if is_cluster else None
+    return FsdpLearner(model, LearnerConfig(ranks=ranks), source, cluster=cluster, **options)
+
+
+def store_access(plan: Any) -> StoreAccess:
+    """For processes of this machine."""
+    return StoreAccess("millstream.store.host:connect_here", plan)
+
+
+def instant_model() -> Any:
+    """The smallest that a learner accepts."""
+    return new_model(qwen3(hidden=16, layers=1, heads=2, dim=8, words=64, context=64), seed=0)
+
+
+def tally_of(units: float) -> StepTally:
+    return StepTally(units=units)
 
 
 def _cluster(model: Any) -> ClusterRanks:

@@ -180,9 +180,44 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     label: str = ""  # what to call it where something is wrong with it
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
     def num_shared(self) -> int:
         """The length of its prompt, which other rows may share: all tokens before the first trained one. 0: none is trained."""
         return int(self.loss_mask.argmax())
+
+    @property
+    def prompt(self) -> bytes:
+        """Rows with the same one share these tokens."""
+        return self.tokens[: self.num_shared].tobytes()
+
+
+class StoredRow(TrainRow, frozen=True, kw_only=True, eq=False):
+    """A row that its learner or scorer reads from the store by itself, by its id. What is known of it has a constant size: its
+    cells are empty, but for an advantage that all its tokens have (`numpy.broadcast_to`)."""
+
+    row_id: int
+    num_tokens: int
+    num_trained: int
+    num_shared: int
+    prompt: bytes  # its digest
+    tokens: Tokens = np.zeros(0, np.int32)
+    loss_mask: Mask = np.zeros(0, np.bool_)
+    logprobs: Floats = np.zeros(0, np.float32)
+    advantages: Floats = np.zeros(0, np.float32)
+    scale: tuple[float, float] | None = None  # its advantages are trained as (A - shift) / divisor. None: as they are
+    is_proximal_stored: bool = False  # whether it is trained with the `proximal` that is in the store
+
+
+def scaled_advantages(advantages: Floats, shift: float, divisor: float) -> Floats:
+    """By statistics of a whole batch. The same bits wherever it is done."""
+    return ((advantages - shift) / divisor).astype(np.float32)
 
 
 class FinishedGroup(Struct, frozen=True, kw_only=True, eq=False):

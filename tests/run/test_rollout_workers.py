@@ -30,7 +30,7 @@ from millstream.store.coordinator import StorePlan
 from millstream.types import RequestKey, Sampling, Task
 from support.agents import Model
 from support.commands import run_command, start_command
-from support.runs import ROOT, command, steps_of, until
+from support.runs import ROOT, command, step_rows, steps_of, until
 
 AGENT = """
 from openai import OpenAI
@@ -45,15 +45,26 @@ def solve(task, access):
 SMALL = {"pipeline.steps": 2, "data.size": 100, "rollout.max_tokens": 8, "checkpoint.every_steps": 1}
 
 
-def test_with_max_lag_0_two_workers_with_rows_on_disk_give_the_weights_of_a_plain_run_bit_for_bit(
+REWARD = """
+def spread(task, completion):
+    return sum(map(ord, completion)) % 7
+"""
+
+
+def test_with_max_lag_0_workers_a_rank_that_reads_the_store_and_rows_on_disk_give_the_weights_of_one_process_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     weights = []
-    for changes in ({}, {"rollout.workers": 2, "store.memory_gb": 1e-9, "store.spill_folder": tmp_path}):
-        run_dir = tmp_path / str(len(changes)) / "run"
-        done = run_command(command(run_dir, SMALL | {"pipeline.max_lag": 0} | changes))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    same = SMALL | {"pipeline.max_lag": 0, "reward": f"[{{function='{tmp_path}/rewards.py:spread'}}]"}
+    on_disk = {"store.memory_gb": 1e-9, "store.spill_folder": tmp_path}
+    apart = {"rollout.workers": 2, "engine.process": "true", "rollout.keep_gb": 0} | on_disk
+    for name, changes in (("one", {}), ("apart", apart)):
+        run_dir = tmp_path / name / "run"
+        done = run_command(command(run_dir, same | changes))
         assert done.returncode == 0, done.stdout + done.stderr
         assert audit(run_dir).is_clean
+        assert all(row["grad_norm"] > 0 for row in step_rows(run_dir)), "something was trained"
         weights.append((run_dir / "model/model.safetensors").read_bytes())
     assert weights[0] == weights[1]
     assert not list(tmp_path.glob("*-disk")), "the files of rows are removed"

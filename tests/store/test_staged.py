@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from millstream.errors import RowsLost
+from millstream.errors import RowsLost, StoreError
 from millstream.store import Reads
 from millstream.store.blocks import Block, Packing
 from millstream.store.client import StoreClient
@@ -63,6 +63,71 @@ def test_packed_rows_that_were_dropped_or_whose_process_is_gone_are_lost_and_the
             await driver.put_staged(4, orphaned)
         assert await claimed(driver, 3) == [list(range(5)), list(range(9))]
         assert (await driver.stats()).rows == 0
+        await driver.close()
+
+    asyncio.run(run())
+
+
+def test_a_client_reads_the_rows_that_another_one_has_on_lease_by_their_ids(store: SharedStore) -> None:
+    async def run() -> None:
+        driver, rank = await store.connect("driver"), await store.connect("rank")
+        long = np.arange(100_000, dtype=np.int32)  # in a segment; the other row is part of the messages
+        ids = [
+            *await driver.put(5, {"tokens": [long], "reward": [1.0]}),
+            *await driver.put(5, {"tokens": [long[:3]], "reward": [2.0]}),
+        ]
+        await driver.close_groups([5])
+        lease = await driver.claim("train")
+        await driver.write(ids, {"advantages": [long[:2], long[:1]]})
+        found = await rank.read(ids[::-1])
+        assert [row["reward"] for row in found] == [2.0, 1.0]
+        assert [len(row["advantages"]) for row in found] == [1, 2]
+        assert np.array_equal(found[1]["tokens"], long)
+        await driver.acknowledge(lease, step=1)
+        assert len(await rank.read(ids)) == 2, "no checkpoint covers the step yet"
+        await driver.cover(1)
+        with pytest.raises(StoreError, match="is not in the store"):
+            await rank.read(ids)
+        await driver.close()
+        await rank.close()
+
+    asyncio.run(run())
+
+
+def test_a_claim_may_leave_payloads_closed_where_the_small_columns_came_with_the_answer(store: SharedStore) -> None:
+    async def run() -> None:
+        worker, driver = await store.connect("worker"), await store.connect("driver")
+        driver.open_only("train", ["reward"])
+        rows = await worker.stage({"tokens": COLUMNS["tokens"]}, small={"reward": COLUMNS["reward"]})
+        await driver.put_staged(6, rows)
+        await driver.close_groups([6])
+        lease = await driver.claim("train")
+        assert lease.columns == {"reward": [0.5, 1.0]}
+        assert [len(row["tokens"]) for row in await worker.read(lease.row_ids)] == [5, 9]
+        await driver.acknowledge(lease)
+        await driver.put(7, COLUMNS)
+        assert await claimed(driver, 7) == [list(range(5)), list(range(9))], "one payload has both"
+        await driver.close()
+        await worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_column_that_one_client_has_packed_is_written_by_another_unless_its_process_is_gone(
+    store: SharedStore,
+) -> None:
+    async def run() -> None:
+        scorer, driver = await store.connect("scorer"), await store.connect("driver")
+        ids = await driver.put(8, COLUMNS)
+        written, lost = [await scorer.stage_columns({"values": COLUMNS["tokens"]}) for _ in range(2)]
+        assert written.payload.data is None, "its size does not depend on the cells"
+        await driver.write_staged(ids, written)
+        await scorer.close()
+        await asyncio.sleep(0.5)  # more than the time in which a client may reconnect
+        with pytest.raises(RowsLost, match="is gone"):
+            await driver.write_staged(ids, lost, overwrite=True)
+        assert [len(row["values"]) for row in await driver.read(ids)] == [5, 9]
+        assert await claimed(driver, 8) == [list(range(5)), list(range(9))]
         await driver.close()
 
     asyncio.run(run())

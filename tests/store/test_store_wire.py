@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from millstream.errors import StoreError
+from millstream.errors import RowsLost, StoreError
 from millstream.rpc.frames import FrameProtocol
 from millstream.store import Reads, Want, wire
 from millstream.store.blocks import Packing
@@ -286,6 +286,8 @@ def test_rows_whose_segments_went_with_the_machine_are_named_and_not_handed_out(
         async with serving(tmp_path) as (_, port):
             client = await StoreClient.connect(msgspec.structs.replace(address, port=port))
             assert [row.row_id for row in await client.lost()] == list(large)
+            with pytest.raises(RowsLost, match=f"row {large[0]} of group 0 was lost with node here"):
+                await client.read(large)
             assert (await client.claim("train", Want(rows=5, patience_s=0))).row_ids == list(small)
             await client.close()
 

@@ -100,9 +100,9 @@ class StagingStore(MemoryStore):
         self.packed: dict[str, bytes] = {}  # and neither put nor dropped
         self._names = map(str, itertools.count())
 
-    async def stage(self, columns: Columns, *, versions: int | None = None) -> StagedRows:
+    async def stage(self, columns: Columns, *, small: Columns | None = None, versions: int | None = None) -> StagedRows:
         num, name = num_rows_of(columns), next(self._names)
-        self.packed[name] = bytes(Packing(columns).to_bytes())
+        self.packed[name] = bytes(Packing({**columns, **(small or {})}).to_bytes())
         return StagedRows(BlockSpec((name,), 0, Payload(0)), [versions or 0] * num, [0] * num)
 
     async def put_staged(self, group_id: int, rows: StagedRows) -> None:
@@ -124,8 +124,8 @@ class OwnStaging:
         self._store = store
         self._names: set[str] = set()
 
-    async def stage(self, columns: Columns, *, versions: int | None = None) -> StagedRows:
-        rows = await self._store.stage(columns, versions=versions)
+    async def stage(self, columns: Columns, *, small: Columns | None = None, versions: int | None = None) -> StagedRows:
+        rows = await self._store.stage(columns, small=small, versions=versions)
         self._names.add(rows.block.columns[0])
         return rows
 

@@ -117,6 +117,10 @@ class Diary:
         self.sink = MemorySink()
         self.kept: list[Kept] = []
 
+    @property
+    def version(self) -> int | None:
+        return self.kept[-1].standing.ledger.version if self.kept else None
+
     def is_due(self, version: int, *, is_last: bool) -> bool:
         return True
 

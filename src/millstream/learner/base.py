@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
 from millstream.learner.config import LearnerConfig
+from millstream.store.wire import PackedBlock
 from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 
@@ -101,6 +102,27 @@ class Scorer(Protocol):
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         """For each row one number per token, 0 where the token is not trained. Rows of one call are computed together; each
         gets the number that it would get alone, to float tolerance."""
+        ...
+
+
+@runtime_checkable
+class ReadsStore(Protocol):
+    """A learner, scorer or critic whose processes may read rows from the store by themselves."""
+
+    @property
+    def reads_store(self) -> bool:
+        """Whether they do in this run: then it is given `StoredRow`s, once the store is open."""
+        ...
+
+
+def reads_store(part: object) -> bool:
+    return isinstance(part, ReadsStore) and part.reads_store
+
+
+@runtime_checkable
+class StoreScorer(ReadsStore, Protocol):
+    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> PackedBlock:
+        """Score these `StoredRow`s, and pack the scores under this name where the scorer is, for the store to write."""
         ...
 
 

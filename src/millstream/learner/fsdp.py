@@ -27,14 +27,17 @@ from millstream.learner.messages import (
     ApplyStep,
     BeginBatch,
     ComputeLogprobs,
+    FindStore,
     GatherWeights,
     ObjectiveSource,
+    OpenStore,
     RankPlan,
     RankSetup,
     RestoreSnapshot,
+    RowsMessage,
     TakeSnapshot,
     TakeTally,
-    pack_rows,
+    rows_message,
 )
 from millstream.learner.optimizer import StepResult
 from millstream.learner.packing import deal
@@ -74,7 +77,8 @@ class FsdpLearner:
     """A `RunLearner` (`learner.base`). The model is what training starts from; only `save` changes it.
 
     Ranks are processes of this machine that share memory with this one; or, with `cluster`, one or more processes on its nodes,
-    and `weights()` returns a reference to published weights."""
+    and `weights()` returns a reference to published weights. `store`: where they read `StoredRow`s by themselves, once it is
+    open. Other rows are sent. `records_ratios`: whether `log_ratios` is read."""
 
     def __init__(
         self,
@@ -87,6 +91,8 @@ class FsdpLearner:
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
         is_fixed: bool = False,
+        records_ratios: bool = True,
+        store: FindStore = lambda: None,
         cluster: ClusterRanks | None = None,
     ) -> None:
         check_learner(model, is_small_only=True)
@@ -108,6 +114,7 @@ class FsdpLearner:
             num_steps=num_steps,
             is_proximal_given=is_proximal_given,
             is_fixed=is_fixed,
+            records_ratios=records_ratios,
             is_head_plain=config.ranks > 1 and has_plain_head(small_model(model.config, lora=lora_of(model)) or model),
         )
         files = checkpoint_files(model) if config.ranks > 1 else None
@@ -125,8 +132,9 @@ class FsdpLearner:
                 rest=cluster.publish(rest) if rest else None,
             )
             self.ranks = RankProcesses(setup, cluster.launcher, host=cluster.host)
-        self._snapshots = itertools.count()
-        self._gathers = itertools.count(1)
+        self._store = store
+        self._is_store_open = False  # in the ranks
+        self._snapshots, self._gathers = itertools.count(), itertools.count(1)
         self._thread = DaemonThreads("learner", most=1)
         self._rows: list[TrainRow] = []  # since the last step
         self._rows_of: list[list[TrainRow]] = [[] for _ in range(config.ranks)]  # the same, as they were dealt
@@ -157,9 +165,21 @@ class FsdpLearner:
         if rows:
             await self._thread.call(lambda: self._accumulate(rows))
 
+    @property
+    def reads_store(self) -> bool:
+        return self._store() is not None
+
+    def _passes(self, dealt: Sequence[Sequence[Sequence[TrainRow]]]) -> list[list[RowsMessage]]:
+        """By rank: its passes, as messages."""
+        access = self._store()
+        if access is not None and not self._is_store_open:
+            self.ranks.call(OpenStore(access))
+            self._is_store_open = True
+        return [[rows_message(rows) for rows in passes] for passes in dealt]
+
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         dealt = self._dealt(rows)
-        messages = [Accumulate([pack_rows(rows) for rows in passes]) for passes in dealt]
+        messages = [Accumulate(passes) for passes in self._passes(dealt)]
         self._rank_seconds = self.ranks.call(messages, float)
         self._rows += rows
         for own, passes in zip(self._rows_of, dealt, strict=True):
@@ -176,7 +196,7 @@ class FsdpLearner:
 
     def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         dealt = self._dealt(rows)
-        messages = [ComputeLogprobs([pack_rows(some) for some in passes]) for passes in dealt]
+        messages = [ComputeLogprobs(passes) for passes in self._passes(dealt)]
         rows_of = [[row for some in passes for row in some] for passes in dealt]
         found = [np.frombuffer(own, np.float32) for own in self.ranks.call(messages, bytes)]
         return _in_order(rows, rows_of, found)
@@ -187,7 +207,7 @@ class FsdpLearner:
     def _step(self) -> Metrics:
         tallies = self.ranks.call(TakeTally(), StepTally)
         found = [np.frombuffer(tally.log_ratios, np.float16) for tally in tallies]
-        ordered = _in_order(self._rows, self._rows_of, found)
+        ordered = _in_order(self._rows, self._rows_of, found) if any(map(len, found)) else []
         self._log_ratios = np.concatenate([np.zeros(0, np.float16), *ordered])
         self._rows = []
         self._rows_of = [[] for _ in tallies]
@@ -251,7 +271,7 @@ def _in_order(
     """Numbers of the trained tokens of each row. They were found by rank, in the order of its own rows."""
     by_row: dict[int, NDArray[FloatT]] = {}
     for own, numbers in zip(rows_of, found, strict=True):
-        ends = np.cumsum([np.count_nonzero(row.loss_mask) for row in own])
+        ends = np.cumsum([row.num_trained for row in own])
         by_row |= zip(map(id, own), np.split(numbers, ends[:-1]), strict=True) if own else ()
     return [by_row[id(row)] for row in rows]
 

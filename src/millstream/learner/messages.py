@@ -5,7 +5,7 @@ Each worker gets a setup first (`RankSetup`, `ScorerSetup`), then calls. The com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -15,8 +15,33 @@ from millstream.model.lora import LoraConfig
 from millstream.model.shared_memory import Layout
 from millstream.model.slices import CheckpointFiles
 from millstream.store.blocks import Block, Packing
-from millstream.types import TrainRow
+from millstream.store.coordinator import StorePlan
+from millstream.types import StoredRow, TrainRow
 from millstream.weights.transfer import Delivery, WeightsRef
+
+
+class StoreAccess(Struct, frozen=True):
+    """The store of the run, for a process that reads its rows there."""
+
+    connect: str  # `package.module:name`; called with the plan and a name, returns a `StoreClient`
+    plan: StorePlan
+
+
+FindStore = Callable[[], StoreAccess | None]
+"""The store of the run, where processes read rows by themselves. None: it is not open, or it is in the driver's memory."""
+
+
+class RowRef(Struct, frozen=True, array_like=True):
+    """A `StoredRow`, as its reader needs it."""
+
+    row_id: int
+    label: str
+    scale: tuple[float, float] | None
+    is_proximal_stored: bool
+
+
+RowsMessage = bytes | list[RowRef]
+"""Rows that are in the store; or, packed, rows that are not."""
 
 
 class ObjectiveSource(Struct, frozen=True, kw_only=True):
@@ -42,6 +67,7 @@ class RankPlan(Struct, frozen=True, kw_only=True):
     num_steps: int | None
     is_fixed: bool = False  # see `Rank`
     is_proximal_given: bool = False  # rows have `proximal` where it is read: no copy of the policy is kept for it
+    records_ratios: bool = True  # whether anything reads `Learner.log_ratios`
     is_head_plain: bool = False  # of several ranks: see `model.policy.has_plain_head`
 
 
@@ -71,21 +97,27 @@ class ScorerSetup(Struct, frozen=True, kw_only=True):
     num_steps: int | None = None  # of a critic: optimizer steps in all, for its schedule
 
 
+class OpenStore(Struct, frozen=True, tag=True, array_like=True):
+    """-> None. Rows may be `RowRef`s from here on."""
+
+    access: StoreAccess
+
+
 class BeginBatch(Struct, frozen=True, tag=True, array_like=True):
     """-> None"""
 
 
 class Accumulate(Struct, frozen=True, tag=True, array_like=True):
-    """-> float, of a rank: the seconds that it took; of a critic None. The same number of passes for every rank: packed rows,
+    """-> float, of a rank: the seconds that it took; of a critic None. The same number of passes for every rank: the rows,
     perhaps none, of one forward and backward pass each."""
 
-    passes: list[bytes]
+    passes: list[RowsMessage]
 
 
 class ComputeLogprobs(Struct, frozen=True, tag=True, array_like=True):
     """-> bytes: float32, of all trained tokens of the passes."""
 
-    passes: list[bytes]
+    passes: list[RowsMessage]
 
 
 class TakeTally(Struct, frozen=True, tag=True, array_like=True):
@@ -130,6 +162,13 @@ class ScoreRows(Struct, frozen=True, tag=True, array_like=True):
     rows: bytes
 
 
+class PackScores(Struct, frozen=True, tag=True, array_like=True):
+    """-> PackedBlock: the scores of all tokens of the rows, as a column for the store to write."""
+
+    rows: list[RowRef]
+    column: str
+
+
 class LoadWeights(Struct, frozen=True, tag=True, array_like=True):
     """-> None. Later scores are under these weights."""
 
@@ -141,7 +180,8 @@ class CriticStep(Struct, frozen=True, tag=True, array_like=True):
 
 
 RankMessage = (
-    BeginBatch
+    OpenStore
+    | BeginBatch
     | Accumulate
     | ComputeLogprobs
     | TakeTally
@@ -151,9 +191,22 @@ RankMessage = (
     | WriteSnapshot
     | RestoreSnapshot
 )
-ScorerMessage = ScoreRows | LoadWeights
-CriticMessage = ScoreRows | Accumulate | CriticStep | TakeSnapshot | WriteSnapshot | RestoreSnapshot
+ScorerMessage = OpenStore | ScoreRows | PackScores | LoadWeights
+CriticMessage = (
+    OpenStore | ScoreRows | PackScores | Accumulate | CriticStep | TakeSnapshot | WriteSnapshot | RestoreSnapshot
+)
 COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "proximal", "values", "returns", "label")
+
+
+def row_refs(rows: Sequence[TrainRow]) -> list[RowRef]:
+    """Of those that are in the store."""
+    stored = [row for row in rows if isinstance(row, StoredRow)]
+    return [RowRef(row.row_id, row.label, row.scale, row.is_proximal_stored) for row in stored]
+
+
+def rows_message(rows: Sequence[TrainRow]) -> RowsMessage:
+    """Rows of one kind: those of a store by their ids."""
+    return row_refs(rows) or pack_rows(rows)
 
 
 def pack_rows(rows: Sequence[TrainRow]) -> bytes:

@@ -6,18 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from millstream.types import Tokens, TrainRow
+from millstream.types import TrainRow
 
 REPEATED = 8  # tokens of a prompt that is in the pass already count as one: only keys and values are repeated
 
 
 class Tokenized(Protocol):
-    """A row of a pass. The first `num_shared` of its tokens are computed once for all rows that begin with the same ones."""
+    """A row of a pass. The first `num_shared` of its tokens, its `prompt`, are computed once for all rows that have it."""
 
     @property
-    def tokens(self) -> Tokens: ...
+    def num_tokens(self) -> int: ...
     @property
     def num_shared(self) -> int: ...
+    @property
+    def prompt(self) -> bytes: ...
 
 
 R = TypeVar("R", bound=Tokenized)
@@ -38,13 +40,12 @@ class Packer(Generic[R]):
     def add(self, row: R) -> list[R]:
         """The micro-batch that this row did not fit into; empty while there is room."""
         full: list[R] = []
-        prompt = row.tokens[: row.num_shared].tobytes()
-        size = _size(row, is_repeated=prompt in self._prompts)
+        size = _size(row, is_repeated=row.prompt in self._prompts)
         if self._rows and self._tokens + size > self._max_tokens:
             full, size = self.flush(), _size(row, is_repeated=False)
         self._rows.append(row)
         self._tokens += size
-        self._prompts.add(prompt)
+        self._prompts.add(row.prompt)
         return full
 
     def flush(self) -> list[R]:
@@ -56,7 +57,7 @@ class Packer(Generic[R]):
 
 
 def _size(row: Tokenized, *, is_repeated: bool) -> int:
-    return len(row.tokens) - (row.num_shared - row.num_shared // REPEATED if is_repeated else 0)
+    return row.num_tokens - (row.num_shared - row.num_shared // REPEATED if is_repeated else 0)
 
 
 def packed(rows: Iterable[R], max_tokens: int) -> Iterator[list[R]]:
@@ -74,9 +75,8 @@ def num_computed(rows: Sequence[Tokenized]) -> int:
     prompts: set[bytes] = set()
     total = 0
     for row in rows:
-        prompt = row.tokens[: row.num_shared].tobytes()
-        total += _size(row, is_repeated=prompt in prompts)
-        prompts.add(prompt)
+        total += _size(row, is_repeated=row.prompt in prompts)
+        prompts.add(row.prompt)
     return total
 
 
@@ -109,7 +109,7 @@ def _balanced(bundles: Sequence[list[TrainRow]], num_ranks: int) -> list[list[Tr
 def _by_prompt(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
     bundles: dict[bytes, list[TrainRow]] = {}
     for row in rows:
-        bundles.setdefault(row.tokens[: row.num_shared].tobytes(), []).append(row)
+        bundles.setdefault(row.prompt, []).append(row)
     return list(bundles.values())
 
 

@@ -25,6 +25,7 @@ from millstream.learner.messages import (
     BeginBatch,
     ComputeLogprobs,
     GatherWeights,
+    OpenStore,
     RankMessage,
     RankPlan,
     RankSetup,
@@ -32,7 +33,6 @@ from millstream.learner.messages import (
     TakeSnapshot,
     TakeTally,
     WriteSnapshot,
-    unpack_rows,
 )
 from millstream.learner.optimizer import OptimizerState
 from millstream.learner.processes import LOOPBACK
@@ -40,12 +40,13 @@ from millstream.learner.rank import Rank, make_policies
 from millstream.learner.sharding import join_mesh, sharded_rank
 from millstream.learner.snapshots import KeptSnapshots, files_in
 from millstream.learner.state import on_host, read_shards, read_state, write_shards, write_state
+from millstream.learner.store_reader import StoreReader
 from millstream.model.load import load_weights, set_up_cpu
 from millstream.model.shared_memory import SharedWeights
 from millstream.model.slices import ReadSlice, parameters_on_meta, slices_of
 from millstream.model.spec import model_from
 from millstream.rpc.call import Channel
-from millstream.rpc.process import own_node
+from millstream.rpc.process import own_node, rank_name
 from millstream.rpc.serve import Handler, serve_calls
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
@@ -60,6 +61,7 @@ class RankServer:
         self._plan = setup.plan
         self._dtype = getattr(torch, setup.plan.dtype)
         self._kept = KeptSnapshots[OptimizerState]()
+        self._store = StoreReader(rank_name(setup.plan.rank))
         self._shared = None if setup.layout is None else SharedWeights(setup.memory or 0, setup.layout)
         self._publisher = None if setup.delivery is None else open_publisher(setup.delivery)
         is_alone = setup.plan.num_ranks == 1
@@ -68,23 +70,27 @@ class RankServer:
 
     def close(self) -> None:
         """Published weights are in shared memory, which would stay."""
+        self._store.close()
         if self._publisher is not None:
             self._publisher.close()
 
     def handle(self, message: RankMessage) -> Any:
         match message:
+            case OpenStore():
+                return self._store.open(message)
             case BeginBatch():
                 return self._rank.begin_batch()
             case Accumulate(passes):
                 began = time.monotonic()
                 for rows in passes:
-                    self._rank.accumulate(unpack_rows(rows))
+                    self._rank.accumulate(self._store.rows(rows))
                 return time.monotonic() - began
             case ComputeLogprobs(passes):
-                found = [of_row for rows in passes for of_row in self._rank.logprobs(unpack_rows(rows))]
+                found = [of_row for rows in passes for of_row in self._rank.logprobs(self._store.rows(rows))]
                 return b"".join(logprobs.tobytes() for logprobs in found)
             case TakeTally():
-                return self._rank.tally()
+                tally = self._rank.tally()
+                return tally if self._plan.records_ratios else structs.replace(tally, log_ratios=b"")
             case ApplyStep(counted):
                 began = time.monotonic()
                 return self._rank.step(counted), time.monotonic() - began

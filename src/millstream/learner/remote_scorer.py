@@ -26,12 +26,18 @@ from millstream.learner.config import CriticConfig
 from millstream.learner.messages import (
     Accumulate,
     CriticStep,
+    FindStore,
     LoadWeights,
+    OpenStore,
+    PackScores,
     RestoreSnapshot,
     ScoreRows,
     ScorerSetup,
+    StoreAccess,
     TakeSnapshot,
     pack_rows,
+    row_refs,
+    rows_message,
 )
 from millstream.learner.processes import GroupSnapshot, LearnerProcesses
 from millstream.learner.scorer import spread
@@ -42,6 +48,7 @@ from millstream.retry import BackOff, Retry
 from millstream.rpc.call import Remote
 from millstream.rpc.process import Launcher
 from millstream.rpc.threads import DaemonThreads, on_a_thread
+from millstream.store.wire import PackedBlock
 from millstream.types import Floats, Metrics, TrainRow, Weights
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.publisher import WeightsPublisher
@@ -93,6 +100,7 @@ class ScorerProcess:
     """One process of a scorer or critic, perhaps still starting. Blocking; may be called from several threads."""
 
     def __init__(self, publish: PublishSetup, launcher: Launcher, name: str) -> None:
+        self._is_store_open = False
         self._published = ExitStack()
         setup = self._published.enter_context(publish())
         launch = partial(launcher.launch, "stage", SCORER_WORKER, name=name)
@@ -104,6 +112,17 @@ class ScorerProcess:
             self.group.wait()
         finally:
             self._published.close()
+
+    def use(self, store: StoreAccess | None) -> None:
+        """It reads rows there from now on."""
+        if store is not None and not self._is_store_open:
+            self.call(OpenStore(store))
+            self._is_store_open = True
+
+    def pack_scores(self, store: StoreAccess | None, rows: Sequence[TrainRow], column: str) -> PackedBlock:
+        self.use(store)
+        packed: PackedBlock = self.call(PackScores(row_refs(rows), column), PackedBlock)
+        return packed
 
     def call(self, message: Any, answer: Any = None) -> Any:
         """Raises `LearnerGone` if the process died, `LearnerError` if it refused."""
@@ -118,8 +137,11 @@ class ScorerProcess:
 class RemoteScorer:
     """A `Scorer` and a `Follower` (`learner.base`) in a worker process. Weights to load must be `RemoteWeights`."""
 
-    def __init__(self, publish: PublishSetup, launcher: Launcher, *, name: str = "reference") -> None:
+    def __init__(
+        self, publish: PublishSetup, launcher: Launcher, *, name: str = "reference", store: FindStore = lambda: None
+    ) -> None:
         self._publish = publish
+        self._store = store
         self._launcher = launcher
         self._name = name
         self._thread = DaemonThreads(name, most=1)
@@ -145,6 +167,16 @@ class RemoteScorer:
         message = ScoreRows(pack_rows(rows))
         scores = await self._thread.call(lambda: self._with_restarts(lambda process: process.call(message, bytes)))
         return _by_row(scores, rows)
+
+    @property
+    def reads_store(self) -> bool:
+        return self._store() is not None
+
+    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> PackedBlock:
+        store = self._store()
+        return await self._thread.call(
+            lambda: self._with_restarts(lambda process: process.pack_scores(store, rows, column))
+        )
 
     async def load(self, weights: Weights) -> None:
         if not isinstance(weights, RemoteWeights):
@@ -225,8 +257,9 @@ class RemoteScorer:
 class RemoteCritic:
     """A `RunCritic` (`learner.base`) in a worker process. It dies with its process."""
 
-    def __init__(self, publish: PublishSetup, launcher: Launcher) -> None:
+    def __init__(self, publish: PublishSetup, launcher: Launcher, *, store: FindStore = lambda: None) -> None:
         self._process = ScorerProcess(publish, launcher, "critic")
+        self._store = store
         self._snapshots = itertools.count()
         self._thread = DaemonThreads("critic", most=1)
 
@@ -244,9 +277,21 @@ class RemoteCritic:
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return _by_row(await self._call(ScoreRows(pack_rows(rows)), bytes), rows) if rows else []
 
+    @property
+    def reads_store(self) -> bool:
+        return self._store() is not None
+
+    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> PackedBlock:
+        store = self._store()
+        return await self._thread.call(lambda: self._process.pack_scores(store, rows, column))
+
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
-            await self._call(Accumulate([pack_rows(rows)]))
+            await self._thread.call(lambda: self._accumulate(rows))
+
+    def _accumulate(self, rows: Sequence[TrainRow]) -> None:
+        self._process.use(self._store())
+        self._process.call(Accumulate([rows_message(rows)]))
 
     async def step(self) -> Metrics:
         metrics: Metrics = await self._call(CriticStep(), dict[str, float])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from millstream.learner.messages import (
     CriticMessage,
     CriticStep,
     LoadWeights,
+    OpenStore,
+    PackScores,
     RestoreSnapshot,
     ScorerMessage,
     ScoreRows,
@@ -30,6 +34,7 @@ from millstream.learner.messages import (
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.snapshots import KeptSnapshots, files_in
 from millstream.learner.state import TorchSnapshot
+from millstream.learner.store_reader import StoreReader
 from millstream.model.load import load_weights, set_up_cpu
 from millstream.model.spec import model_from
 from millstream.rpc.call import Channel
@@ -41,15 +46,20 @@ from millstream.weights.transfer.fetcher import WeightsFetcher
 class ScorerServer:
     """Handles the messages to a scorer."""
 
-    def __init__(self, scorer: TorchScorer, fetcher: WeightsFetcher) -> None:
+    def __init__(self, scorer: TorchScorer, fetcher: WeightsFetcher, store: StoreReader) -> None:
         self._scorer = scorer
+        self._store = store
         self._fetcher = fetcher
         self._runner = asyncio.Runner()
 
     def handle(self, message: ScorerMessage) -> Any:
         match message:
+            case OpenStore():
+                return self._store.open(message)
             case ScoreRows(rows):
                 return _scores(self._scorer, rows, self._runner)
+            case PackScores(rows, column):
+                return self._store.pack({column: self._runner.run(self._scorer.score(self._store.rows(rows)))})
             case LoadWeights(weights):
                 with self._fetcher.take(weights) as taken:
                     return self._runner.run(self._scorer.load(taken.weights))
@@ -60,18 +70,23 @@ class ScorerServer:
 class CriticServer:
     """Handles the messages to a critic."""
 
-    def __init__(self, critic: TorchCritic) -> None:
+    def __init__(self, critic: TorchCritic, store: StoreReader) -> None:
         self._critic = critic
+        self._store = store
         self._runner = asyncio.Runner()
         self._kept = KeptSnapshots[TorchSnapshot]()
 
     def handle(self, message: CriticMessage) -> Any:
         match message:
+            case OpenStore():
+                return self._store.open(message)
             case ScoreRows(rows):
                 return _scores(self._critic, rows, self._runner)
+            case PackScores(rows, column):
+                return self._store.pack({column: self._runner.run(self._critic.score(self._store.rows(rows)))})
             case Accumulate(passes):
-                for rows in passes:
-                    self._runner.run(self._critic.accumulate(unpack_rows(rows)))
+                for some in passes:
+                    self._runner.run(self._critic.accumulate(self._store.rows(some)))
                 return None
             case CriticStep():
                 return self._runner.run(self._critic.step())
@@ -93,7 +108,7 @@ def _scores(scorer: TorchScorer | TorchCritic, packed: bytes, runner: asyncio.Ru
     return b"".join(scores_T[row.loss_mask].tobytes() for row, scores_T in zip(rows, found, strict=True))
 
 
-def build_server(setup: ScorerSetup) -> Handler:
+def build_server(setup: ScorerSetup, store: StoreReader) -> Handler:
     set_up_cpu()
     fetcher = WeightsFetcher(own_node())
     model: PreTrainedModel = model_from(setup.files, dtype=setup.dtype, lora=setup.lora)
@@ -101,8 +116,10 @@ def build_server(setup: ScorerSetup) -> Handler:
         load_weights(model, taken.weights)
     model = model.to(setup.device)
     if setup.critic is not None:
-        return CriticServer(TorchCritic(model, setup.critic, num_steps=setup.num_steps, is_fixed=setup.is_fixed)).handle
-    return ScorerServer(TorchScorer(model, temperature=setup.temperature, is_fixed=setup.is_fixed), fetcher).handle
+        critic = TorchCritic(model, setup.critic, num_steps=setup.num_steps, is_fixed=setup.is_fixed)
+        return CriticServer(critic, store).handle
+    scorer = TorchScorer(model, temperature=setup.temperature, is_fixed=setup.is_fixed)
+    return ScorerServer(scorer, fetcher, store).handle
 
 
 def serve_scorer(connection: socket.socket) -> None:
@@ -111,6 +128,6 @@ def serve_scorer(connection: socket.socket) -> None:
     def is_background(message: ScorerMessage | CriticMessage) -> bool:
         return isinstance(message, WriteSnapshot)
 
-    serve_calls(
-        Channel(connection), ScorerSetup, build_server, ScorerMessage | CriticMessage, is_background=is_background
-    )
+    with closing(StoreReader("a scorer")) as store:
+        begin, messages = partial(build_server, store=store), ScorerMessage | CriticMessage
+        serve_calls(Channel(connection), ScorerSetup, begin, messages, is_background=is_background)

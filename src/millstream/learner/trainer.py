@@ -58,6 +58,14 @@ class DirectRow(Struct, frozen=True, kw_only=True, eq=False):
         (used,) = np.nonzero(self.advantages)
         return int(self.at[used[0]]) + 1 if len(used) else 0
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt(self) -> bytes:
+        return self.tokens[: self.num_shared].tobytes()
+
 
 DirectLoss = Callable[[LossInputs, Mapping[str, Tensor]], TokenLoss]  # with the rows' `columns`
 

@@ -31,7 +31,7 @@ from millstream.pipeline.proximal import Proximal
 from millstream.pipeline.schema import TRAIN, train_rows
 from millstream.pipeline.settle import GroupFinalizer
 from millstream.store import Lease
-from millstream.types import Metrics, TrainRow, Weights
+from millstream.types import Floats, Metrics, StoredRow, TrainRow, Weights, scaled_advantages
 
 T = TypeVar("T")
 TRAINING = ("accumulate", "step")  # calls of the learner that every rank takes part in
@@ -48,7 +48,8 @@ class GroupTaker:
     """Takes settled groups into the current batch.
 
     With a proximal policy, groups join the batch as they become complete, ahead of the learner, so that there is time to
-    score them. `is_from_users`: groups come when users reward them, which may take any time."""
+    score them. `is_from_users`: groups come when users reward them, which may take any time. `are_stored`: the learner reads
+    their rows from the store by itself."""
 
     def __init__(
         self,
@@ -60,11 +61,13 @@ class GroupTaker:
         critic: CriticUpdates | None,
         proximal: Proximal | None,
         is_from_users: bool,
+        are_stored: bool,
     ) -> None:
         self._context = context
         self._admission = admission
         self._policy = policy
         self._is_from_users = is_from_users
+        self._are_stored = are_stored
         self._finalizer = finalizer
         self._critic = critic
         self._proximal = proximal
@@ -158,13 +161,14 @@ class GroupTaker:
                 num_rollouts=len(members_of(lease)),
             )
         )
-        return train_rows(lease)
+        return train_rows(lease, are_stored=self._are_stored)
 
 
 def _taken_rows(taken: TakenGroup, version: int, number: int) -> TakenRows:
     lease, order = taken.lease, row_order(taken.lease) if taken.rows else []
     places = [(lease["member"][i], lease["part"][i]) for i in order]
-    return TakenRows(lease.group_id, version, number, places, [lease["reward"][i] for i in order], taken.rows)
+    rows = train_rows(lease) if taken.rows and "tokens" in lease.columns else taken.rows  # else they are not kept
+    return TakenRows(lease.group_id, version, number, places, [lease["reward"][i] for i in order], rows)
 
 
 class BatchTrainer:
@@ -269,7 +273,7 @@ class BatchTrainer:
         self._since_step = []
         if not len(found):
             return
-        counts = [int(np.count_nonzero(row.loss_mask)) for taken in groups for row in taken.rows]
+        counts = [row.num_trained for taken in groups for row in taken.rows]
         by_row = (found[begin:end] for begin, end in pairwise(accumulate(counts, initial=0)))
         for taken in groups:
             if taken.rows:
@@ -277,7 +281,7 @@ class BatchTrainer:
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
-            num_tokens = sum(len(row.tokens) for row in rows)
+            num_tokens = sum(row.num_tokens for row in rows)
             await self.call("accumulate", self._learner.accumulate(rows), num_tokens)
 
 
@@ -296,14 +300,22 @@ def _scaled(over_batch: OverBatch, groups: list[TakenGroup]) -> list[TakenGroup]
     if not filled:
         return groups
     rewards_R = np.concatenate([own.rewards_G for taken in filled for own in by_agent(taken.lease)])
-    trained = [row.advantages[row.loss_mask] for taken in filled for row in taken.rows]
-    advantages_N = np.concatenate(trained).astype(np.float64)
+    advantages_N = np.concatenate([own for taken in filled for own in _trained_advantages(taken)]).astype(np.float64)
     finite_N = advantages_N[np.isfinite(advantages_N)]
     if not len(finite_N):
         return groups
     shift, divisor = over_batch(rewards_R, finite_N)
 
     def scaled(row: TrainRow) -> TrainRow:
-        return replace(row, advantages=((row.advantages - shift) / divisor).astype(np.float32))
+        if isinstance(row, StoredRow):
+            return replace(row, scale=(shift, divisor))
+        return replace(row, advantages=scaled_advantages(row.advantages, shift, divisor))
 
     return [TakenGroup(taken.lease, [scaled(row) for row in taken.rows]) for taken in groups]
+
+
+def _trained_advantages(taken: TakenGroup) -> list[Floats]:
+    if "loss_mask" in taken.lease.columns:
+        masks = taken.lease["loss_mask"]
+        return [row.advantages[masks[i]] for i, row in zip(row_order(taken.lease), taken.rows, strict=True)]
+    return [row.advantages[: row.num_trained] for row in taken.rows]  # one number for all tokens of a row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millstream.learner.base import reads_store
 from millstream.pipeline.attempts import RouterLine
 from millstream.pipeline.batch import BatchTrainer, GroupTaker
 from millstream.pipeline.context import RunContext
@@ -9,7 +10,7 @@ from millstream.pipeline.critic import CriticUpdates
 from millstream.pipeline.host import build_host
 from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.lockstep import Gate
-from millstream.pipeline.parts import AfterStep, Algorithm, Parts
+from millstream.pipeline.parts import AfterStep, Algorithm, Parts, open_less
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
 from millstream.pipeline.recorded import RecordedBatches, RecordedTaker
@@ -49,6 +50,7 @@ class Components:
         self.context = RunContext(
             store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink, rollouts=parts.rollouts
         )
+        open_less(parts, algorithm, config, are_kept=rollout.keep_gb > 0)
         self.context.lengths = ExpectedLengths() if config.longest_first and not is_in_lockstep else None
         self.router = router or Router(
             parts.engines, is_queueing=not is_in_lockstep, clock=parts.clock, sink=parts.sink
@@ -61,7 +63,7 @@ class Components:
             algorithm,
             config,
             min_group_size=rollout.min_group_size,
-            num_at_once=SETTLING if parts.workers is not None and not config.is_in_lockstep else 1,
+            num_at_once=SETTLING if parts.workers is not None and not is_in_lockstep else 1,
         )
         gate = gate_for(config, self.router, self.context)
         line = RouterLine(self.router, parts.waits, self.admission, gate)
@@ -131,6 +133,7 @@ class Components:
             critic=self.critic,
             proximal=self.proximal,
             is_from_users=is_from_users,
+            are_stored=reads_store(self._parts.learner),
         )
 
     def _build_recorded_taker(self, recorded: RecordedBatches) -> RecordedTaker:

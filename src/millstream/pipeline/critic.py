@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from millstream.learner import Critic
+from millstream.learner.base import reads_store
 from millstream.learner.packing import Packer
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.schema import CRITIC, this_one, train_rows
@@ -61,7 +62,7 @@ class CriticUpdates:
         claim = self._context.store.claim(CRITIC, choose=partial(this_one, group_id))
         lease = await self._context.waits.on(CRITIC, f"group {group_id}, which train took", claim)
         if group_id not in self._context.vacant:
-            for row in train_rows(lease):
+            for row in train_rows(lease, are_stored=reads_store(self._critic)):
                 await self._accumulate(self._packer.add(row))
         async with self._context.quiesce:
             await self._context.store.acknowledge(lease)

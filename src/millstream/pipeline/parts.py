@@ -16,8 +16,19 @@ from millstream.env import Environment
 from millstream.events import EventSink
 from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
 from millstream.learner import Critic, Follower, Learner
+from millstream.learner.base import reads_store
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.schema import Stage
+from millstream.pipeline.schema import (
+    CRITIC,
+    LEARN,
+    PROXIMAL,
+    PROXIMAL_VERSION,
+    SETTLE,
+    SMALL_COLUMNS,
+    TRAIN,
+    SharedColumns,
+    Stage,
+)
 from millstream.pipeline.waits import Waits
 from millstream.pipeline.workers import WorkerPlan
 from millstream.store import Store
@@ -87,3 +98,22 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
     """As micro_batch_tokens, for the critic."""
     proximal_batch_tokens: int = 8192
     """As micro_batch_tokens, for the proximal policy."""
+
+
+def open_less(parts: Parts, algorithm: Algorithm, config: PipelineConfig, *, are_kept: bool) -> None:
+    """Of rows that other processes read by themselves, this one reads only what does not grow with a rollout, unless it has to
+    compute with their tokens. `are_kept`: it writes rollouts to the disk."""
+    store, per_token = parts.store, (algorithm.credit, algorithm.signal, algorithm.group_reward)
+    if not isinstance(store, SharedColumns):
+        return
+    if all(one is None for one in per_token) and not config.filter:
+        store.open_only(SETTLE, SMALL_COLUMNS)
+    readers = {stage.name: stage.scorer for stage in parts.stages} | {CRITIC: parts.critic, PROXIMAL: parts.proximal}
+    for task, reader in readers.items():
+        if reads_store(reader):
+            store.open_only(task, SMALL_COLUMNS)
+    if reads_store(parts.proximal):
+        store.open_only(LEARN, (*SMALL_COLUMNS, PROXIMAL_VERSION))
+    is_scaled = algorithm.over_batch is not None
+    if reads_store(parts.learner) and not are_kept and not (is_scaled and algorithm.credit is not None):
+        store.open_only(TRAIN, (*SMALL_COLUMNS, "advantages") if is_scaled else SMALL_COLUMNS)

@@ -19,6 +19,7 @@ from typing import Any
 
 from millstream.errors import MillstreamError
 from millstream.events import GroupAdmitted, PartitionNow, Status, Stepped, StoreNow
+from millstream.learner.base import reads_store
 from millstream.pipeline.auto_lag import AutoLag
 from millstream.pipeline.batch import TakenGroup
 from millstream.pipeline.components import Components
@@ -83,6 +84,8 @@ class Pipeline:
         self._parts = parts
         self._config = config
         self._checkpointer = keeper
+        # trained rows stay in the store until a checkpoint covers them
+        self._are_held = keeper is not None and any(map(reads_store, (parts.learner, parts.critic)))
         self._is_stopping = False
         self.waits = parts.waits
         self._context = built.context
@@ -238,6 +241,7 @@ class Pipeline:
         """One batch: gradients accumulate while the rest of it is still being generated. False if no group was left."""
         began = self._context.now()
         await self._batch.begin(self.admission.version)
+        await self._free_covered()
         self._taker.begin_batch()
         while (taken := await self._next_group()) is not None:
             await self._batch.add(taken)
@@ -271,17 +275,18 @@ class Pipeline:
                 num_groups=len(trained),
                 num_rollouts=sum(len(members_of(lease)) for lease in trained),
                 num_rows=len(rows),
-                num_tokens=sum(len(row.tokens) for row in rows),
+                num_tokens=sum(row.num_tokens for row in rows),
                 seconds=now - began,
                 metrics=metrics,
             )
         )
         # after the events: the store may be remote, and no group may start in room not yet recorded
+        step = version if self._are_held else None
         if self._workers is not None:
-            await asyncio.gather(*(self._parts.store.acknowledge(lease) for lease in leases))
+            await asyncio.gather(*(self._parts.store.acknowledge(lease, step=step) for lease in leases))
         else:
             for lease in leases:
-                await self._parts.store.acknowledge(lease)
+                await self._parts.store.acknowledge(lease, step=step)
         groups = self._context.groups
         self._context.groups = {group_id: group for group_id, group in groups.items() if group_id in self.admission}
         if self._auto_lag is not None:
@@ -298,6 +303,12 @@ class Pipeline:
         await self.sync.publish(self.admission.version, weights, began)
 
     # ---- between two batches -------------------------------------------------------------------------------------------
+
+    async def _free_covered(self) -> None:
+        """Rows that a checkpoint covers are not trained again by processes that replace those of the learner."""
+        covered = self._checkpointer.version if self._checkpointer is not None and self._are_held else None
+        if covered is not None:
+            await self._parts.store.cover(covered)
 
     async def _checkpoint_if_due(self) -> None:
         checkpointer, version = self._checkpointer, self.admission.version

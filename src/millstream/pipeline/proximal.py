@@ -12,18 +12,19 @@ again. Every group has passed when its batch ends, so that a checkpoint between 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from millstream.learner import Follower
 from millstream.pipeline.context import RunContext
-from millstream.pipeline.grouping import by_member
-from millstream.pipeline.schema import LEARN, PROXIMAL, PROXIMAL_VERSION, Stage, row_to_score, this_one
-from millstream.pipeline.stages import emit_span, scores_of
-from millstream.types import Floats, TrainRow, Weights
+from millstream.pipeline.grouping import row_order
+from millstream.pipeline.schema import LEARN, PROXIMAL, PROXIMAL_VERSION, Stage, rows_to_score, this_one
+from millstream.pipeline.stages import emit_span, score_and_write, scores_of
+from millstream.store import Lease
+from millstream.types import StoredRow, TrainRow, Weights
 
 OWNER = f"stage {PROXIMAL}"
 NO_VERSION = -1  # of a row that was not scored
@@ -32,15 +33,6 @@ NO_VERSION = -1  # of a row that was not scored
 class _Taken(NamedTuple):
     group_id: int
     is_needed: bool
-
-
-class _Scores(NamedTuple):
-    version: int
-    scores: Sequence[Floats | None]
-
-
-def _nothing(num_rows: int) -> _Scores:
-    return _Scores(NO_VERSION, [None] * num_rows)
 
 
 class Proximal:
@@ -77,21 +69,25 @@ class Proximal:
             await self._pass(taken)
 
     async def _pass(self, taken: _Taken) -> None:
-        claim = self._context.store.claim(PROXIMAL, choose=partial(this_one, taken.group_id))
+        store = self._context.store
+        claim = store.claim(PROXIMAL, choose=partial(this_one, taken.group_id))
         lease = await self._context.waits.on(OWNER, f"group {taken.group_id}, which train took", claim)
-        rows = by_member(lease)
-        is_needed = bool(rows) and taken.is_needed and taken.group_id not in self._context.vacant
-        found = await self._scored([row_to_score(row) for row in rows]) if is_needed else _nothing(len(rows))
-        columns = {PROXIMAL: found.scores, PROXIMAL_VERSION: [found.version] * len(rows)}
+        ids = [lease.row_ids[i] for i in row_order(lease)]
+        if ids and taken.is_needed and taken.group_id not in self._context.vacant:
+            rows = rows_to_score(lease, are_stored=self._stage.reads_store)
+            await self._score(rows, ids, lambda: store.acknowledge(lease))
+            return
         async with self._context.quiesce:
-            if rows:
-                await self._context.store.write([row.row_id for row in rows], columns, overwrite=True)
-            await self._context.store.acknowledge(lease)
+            if ids:
+                nothing: dict[str, list[Any]] = {PROXIMAL: [None] * len(ids), PROXIMAL_VERSION: [NO_VERSION] * len(ids)}
+                await store.write(ids, nothing, overwrite=True)
+            await store.acknowledge(lease)
 
-    async def _scored(self, rows: Sequence[TrainRow]) -> _Scores:
-        """With the weights of the batch's start, and with their version."""
+    async def _score(self, rows: Sequence[TrainRow], ids: Sequence[int], then: Callable[[], Awaitable[None]]) -> None:
+        """Write scores with the weights of the batch's start, and their version."""
         await self._load()
-        return _Scores(self._loaded, await scores_of(rows, self._stage, self._context))
+        version = {PROXIMAL_VERSION: [self._loaded] * len(ids)}
+        await score_and_write(rows, ids, self._stage, self._context, then, more=version, overwrite=True)
 
     async def _load(self) -> None:
         weights = self._start
@@ -109,14 +105,26 @@ class Proximal:
         lease = await self._context.waits.on(
             "train", f"the proximal policy's word on group {group_id}", claim, deadline=False
         )
-        scored = by_member(lease)
+        joined = await self._joined(rows, lease) if number > self._num_first and rows else list(rows)
         await self._context.store.acknowledge(lease)
-        if number <= self._num_first or not rows:
-            return list(rows)
-        stale = [row for row, one in zip(rows, scored, strict=True) if one.columns[PROXIMAL_VERSION] != self._version]
-        scores = (await self._scored(stale)).scores if stale else []
-        again = dict(zip(map(id, stale), scores, strict=True))
-        return [
-            replace(row, proximal=again.get(id(row), one.columns[PROXIMAL]))
-            for row, one in zip(rows, scored, strict=True)
-        ]
+        return joined
+
+    async def _joined(self, rows: Sequence[TrainRow], lease: Lease) -> list[TrainRow]:
+        """Rows whose scores are of another version are scored again."""
+        order, found = row_order(lease), lease[PROXIMAL_VERSION]
+        stale = [number for number, i in enumerate(order) if found[i] != self._version]
+        if isinstance(rows[0], StoredRow):
+            if stale:
+                again = rows_to_score(lease, are_stored=self._stage.reads_store)
+                ids = [lease.row_ids[order[number]] for number in stale]
+                await self._score([again[number] for number in stale], ids, _nothing_more)
+            return [replace(row, is_proximal_stored=True) for row in rows]
+        scores = {number: lease[PROXIMAL][i] for number, i in enumerate(order)}
+        if stale:
+            await self._load()
+            scored = await scores_of([rows[number] for number in stale], self._stage, self._context)
+            scores.update(zip(stale, (cells for some in scored for cells in some.cells), strict=True))
+        return [replace(row, proximal=scores[number]) for number, row in enumerate(rows)]
+
+
+async def _nothing_more() -> None: ...

@@ -30,7 +30,7 @@ from millstream.pipeline.credit import columns_of, is_any_agent_credited
 from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of, row_order, sampled_by_member
 from millstream.pipeline.parts import Algorithm, TokenGroupReward, group_filter
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.schema import SETTLE
+from millstream.pipeline.schema import SETTLE, num_tokens_of
 from millstream.store import Lease
 from millstream.types import Fate, FinishedGroup, Floats, Task
 
@@ -349,21 +349,23 @@ class GroupFinalizer:
             for own in by_agent(lease)
             for member, value in zip(own.members, self._algorithm.advantage(own.rewards_G), strict=True)
         }
-        members, agents, tokens = lease["member"], lease["agent"], lease["tokens"]
-        return [_repeated(of[members[i], agents[i]], len(tokens[i])) for i in order]
+        members, agents, num_tokens = lease["member"], lease["agent"], num_tokens_of(lease)
+        return [_repeated(of[members[i], agents[i]], num_tokens[i]) for i in order]
 
     async def _write_nothing(self, lease: Lease) -> None:
         """Zeros, for consumers after settling that read these columns, though nothing of this group is trained."""
         order = row_order(lease)
         if order:
             names = ("advantages", "returns") if "values" in lease.columns else ("advantages",)
-            nothing = [np.zeros(len(lease["tokens"][i]), dtype=np.float32) for i in order]
+            num_tokens = num_tokens_of(lease)
+            nothing: list[Floats] = [np.broadcast_to(np.float32(0), (num_tokens[i],)) for i in order]
             await self._write(lease, order, dict.fromkeys(names, nothing))
 
     async def _write(self, lease: Lease, order: Sequence[int], columns: dict[str, list[Floats]]) -> None:
-        is_scored = self._algorithm.group_reward is not None
-        rewards = {"reward": [lease["reward"][i] for i in order]} if is_scored else {}
-        await self._store.write([lease.row_ids[i] for i in order], {**columns, **rewards}, overwrite=is_scored)
+        is_scored, ids = self._algorithm.group_reward is not None, [lease.row_ids[i] for i in order]
+        if is_scored:  # apart: a consumer may read it without columns that grow with the rollout
+            await self._store.write(ids, {"reward": [lease["reward"][i] for i in order]}, overwrite=True)
+        await self._store.write(ids, columns, overwrite=is_scored)
 
     async def _count_settled(self) -> None:
         self.num_unsettled -= 1

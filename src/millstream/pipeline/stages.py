@@ -19,17 +19,21 @@ In lockstep a stage reads whole groups: what is computed together then depends o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from millstream.errors import StreamEnded
+from millstream.errors import RowsLost, StreamEnded
 from millstream.events import Span
+from millstream.learner.base import StoreScorer
 from millstream.learner.packing import Packer
 from millstream.pipeline.context import RunContext
-from millstream.pipeline.grouping import by_member
-from millstream.pipeline.schema import Stage, row_to_score
-from millstream.store import ONE_GROUP, Row, Want
+from millstream.pipeline.grouping import row_order
+from millstream.pipeline.schema import SharedColumns, Stage, num_tokens_of, rows_to_score
+from millstream.store import ONE_GROUP, Lease, Want
+from millstream.store.base import Columns
+from millstream.store.wire import PackedBlock
 from millstream.types import Floats, TrainRow
 
 
@@ -44,36 +48,97 @@ async def run_stage(stage: Stage, context: RunContext, *, is_in_lockstep: bool) 
                 lease = await claim
         except StreamEnded:
             return
-        rows = by_member(lease)
-        scores = await _scored(stage, rows, context) if rows else []
-        async with context.quiesce:
-            if rows:
-                await context.store.write([row.row_id for row in rows], {stage.name: scores})
-            await context.store.acknowledge(lease)
+        await _score(stage, lease, context)
 
 
-async def _scored(stage: Stage, rows: Sequence[Row], context: RunContext) -> list[Floats]:
+async def _score(stage: Stage, lease: Lease, context: RunContext) -> None:
     """One column for each row; zeros for rows that will not be trained."""
-    found = {row.row_id: np.zeros(len(row.columns["tokens"]), np.float32) for row in rows}
-    needed = [row for row in rows if row.group_id not in context.vacant]
-    scores = await scores_of([row_to_score(row) for row in needed], stage, context)
-    found.update(zip((row.row_id for row in needed), scores, strict=True))
-    return [found[row.row_id] for row in rows]
+    order, num_tokens = row_order(lease), num_tokens_of(lease) if len(lease) else []
+    rows = rows_to_score(lease, are_stored=stage.reads_store)
+    vacant = {lease.row_ids[i]: num_tokens[i] for i in order if lease.group_ids[i] in context.vacant}
+    ids = [lease.row_ids[i] for i in order if lease.row_ids[i] not in vacant]
+    needed = [row for i, row in zip(order, rows, strict=True) if lease.row_ids[i] not in vacant]
+    nothing = {stage.name: [np.broadcast_to(np.float32(0), (count,)) for count in vacant.values()]}
+
+    async def finish() -> None:
+        if vacant:
+            await context.store.write(list(vacant), nothing)
+        await context.store.acknowledge(lease)
+
+    await score_and_write(needed, ids, stage, context, finish)
 
 
-async def scores_of(rows: Sequence[TrainRow], stage: Stage, context: RunContext) -> list[Floats]:
+class ScoredBatch(NamedTuple):
+    """A micro-batch and its column: the cells, or where its scorer has packed them."""
+
+    num_rows: int
+    cells: list[Floats]
+    packed: PackedBlock | None = None
+
+
+async def score_and_write(
+    rows: Sequence[TrainRow],
+    row_ids: Sequence[int],
+    stage: Stage,
+    context: RunContext,
+    then: Callable[[], Awaitable[None]],
+    *,
+    more: Columns | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Score the rows, write their column, and `more`, and do `then` in the same moment. Scores that were lost with the process
+    that had packed them are computed again."""
+    while True:
+        scored = await scores_of(rows, stage, context)
+        try:
+            async with context.quiesce:
+                await _write(scored, row_ids, stage, context, more or {}, overwrite=overwrite)
+                await then()
+            return
+        except RowsLost:
+            overwrite = True  # some may have been written
+
+
+async def _write(
+    scored: Sequence[ScoredBatch],
+    row_ids: Sequence[int],
+    stage: Stage,
+    context: RunContext,
+    more: Columns,
+    *,
+    overwrite: bool,
+) -> None:
+    store, begin = context.store, 0
+    for packed in [some for some in scored if some.packed is not None]:
+        assert packed.packed is not None and isinstance(store, SharedColumns)
+        await store.write_staged(row_ids[begin : begin + packed.num_rows], packed.packed, overwrite=overwrite)
+        begin += packed.num_rows
+    cells = [own for some in scored for own in some.cells]
+    columns = {**more, stage.name: cells} if cells else more
+    if columns:
+        await store.write(row_ids, columns, overwrite=overwrite)
+
+
+async def scores_of(rows: Sequence[TrainRow], stage: Stage, context: RunContext) -> list[ScoredBatch]:
     """In the order of the rows, micro-batch by micro-batch."""
     packer = Packer[TrainRow](stage.micro_batch_tokens)
     batches = [packer.add(row) for row in rows]
-    scores: list[Floats] = []
+    found: list[ScoredBatch] = []
     for batch in [*batches, packer.flush()]:
         if batch:
-            began, scoring = context.now(), stage.scorer.score(batch)
-            scores += await context.waits.on(f"stage {stage.name}", "its rows to be scored", scoring)
+            began, scoring = context.now(), _score_batch(batch, stage)
+            found.append(await context.waits.on(f"stage {stage.name}", "its rows to be scored", scoring))
             emit_span(context, stage.name, "score", began, batch)
-    return scores
+    return found
+
+
+async def _score_batch(rows: Sequence[TrainRow], stage: Stage) -> ScoredBatch:
+    if not stage.reads_store:
+        return ScoredBatch(len(rows), await stage.scorer.score(rows))
+    assert isinstance(stage.scorer, StoreScorer)
+    return ScoredBatch(len(rows), [], await stage.scorer.score_stored(rows, stage.name))
 
 
 def emit_span(context: RunContext, worker: str, what: str, began: float, rows: Sequence[TrainRow] = ()) -> None:
-    now, num_tokens = context.now(), sum(len(row.tokens) for row in rows)
+    now, num_tokens = context.now(), sum(row.num_tokens for row in rows)
     context.emit(Span(at=now, worker=worker, what=what, seconds=now - began, num_tokens=num_tokens))

@@ -79,6 +79,11 @@ class LearnerAndCritic(NamedTuple):
 class Checkpointer(Protocol):
     """Writes checkpoints."""
 
+    @property
+    def version(self) -> int | None:
+        """Of the newest one that is written; None if there is none."""
+        ...
+
     def is_due(self, version: int, *, is_last: bool) -> bool:
         """Asked between two batches, before the first, and after the last; `is_last`: the run stops here."""
         ...

@@ -47,6 +47,7 @@ from millstream.pipeline.attempts import (
     owner_of,
 )
 from millstream.pipeline.episode import Player
+from millstream.pipeline.schema import LONG_COLUMNS, sizes_of
 from millstream.pipeline.waits import Waits
 from millstream.rpc.call import ErrorInfo, describe_error
 from millstream.serving.router import ReplicaChange, RequestRank, Router
@@ -186,7 +187,9 @@ class DriverConnection(Protocol):
 class Staging(Protocol):
     """Where a worker packs rows (`store.client.StoreClient`)."""
 
-    async def stage(self, columns: Columns, *, versions: int | None = None) -> StagedRows: ...
+    async def stage(
+        self, columns: Columns, *, small: Columns | None = None, versions: int | None = None
+    ) -> StagedRows: ...
 
 
 OnBroken = Callable[[Engine, EngineGone], None]
@@ -286,7 +289,10 @@ class WorkerHost:
     async def _reply(self, key: RequestKey, end: AttemptEnd) -> AttemptReply:
         rows, parts = None, end.parts
         if end.summary is not None and not self._is_aborted[key]:
-            rows = await self._store.stage(columns_of_rollout(parts), versions=end.summary.start_version)
+            columns = columns_of_rollout(parts)
+            long = {name: columns.pop(name) for name in LONG_COLUMNS}
+            small = columns | sizes_of(long["tokens"], long["loss_mask"])
+            rows = await self._store.stage(long, small=small, versions=end.summary.start_version)
         if not self._setup.keeps_parts:
             parts = self._shown(end)
         return AttemptReply(

@@ -22,6 +22,7 @@ from millstream.engine.native.host import ENGINE_START_S
 from millstream.engine.processes import EngineSupply, LocalWeights, process_engine
 from millstream.events import EventSink, WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner.messages import StoreAccess
 from millstream.pipeline.schema import Stage
 from millstream.pipeline.workers import WorkerPlan
 from millstream.rpc.process import Kind, Launcher, LocalLauncher, WorkerProcess
@@ -159,8 +160,12 @@ class LocalBackend:
             learner=learner,
             recipe=recipe,
             num_steps=num_steps,
+            store=self._find_store,
             is_apart=bool(self._places.engines),
         )
+
+    def _find_store(self) -> StoreAccess | None:
+        return None if self._store is None else StoreAccess("millstream.store.host:connect_here", self._store.plan)
 
     def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
         return build_scorers(self._config, self._context.model, saved)

@@ -41,7 +41,7 @@ from millstream.learner import LearnerConfig, LearnerContext, RunLearner
 from millstream.learner.check import check_learner
 from millstream.learner.config import LEARNER_KINDS
 from millstream.learner.fsdp import FsdpLearner
-from millstream.learner.messages import ObjectiveSource
+from millstream.learner.messages import FindStore, ObjectiveSource
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
 from millstream.model.gpu_share import training_share
@@ -352,9 +352,10 @@ def build_learner(
     learner: LearnerConfig,
     recipe: Recipe,
     num_steps: int | None,
+    store: FindStore = lambda: None,
     is_apart: bool = False,
 ) -> RunLearner:
-    """`is_apart`: engines have GPUs of their own."""
+    """`is_apart`: engines have GPUs of their own. `store`: see `FsdpLearner`."""
     temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
     if learner.is_own:
         context = LearnerContext(
@@ -388,6 +389,8 @@ def build_learner(
         tokenizer=tokenizer,
         is_proximal_given=is_proximal_given,
         is_fixed=config.pipeline.is_in_lockstep,
+        records_ratios=config.rollout.keep_gb > 0,
+        store=store,
     )
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.errors import ConfigError, ModelError
 from millstream.learner import CriticConfig, ReferenceConfig, RunCritic
 from millstream.learner.critic import TorchCritic
+from millstream.learner.messages import FindStore
 from millstream.learner.remote_scorer import RemoteCritic, RemoteScorer, publish_setup
 from millstream.learner.scorer import TorchScorer
 from millstream.model.adapters import copy_of, lora_of, merged
@@ -146,6 +147,7 @@ def build_remote_scorers(
     open_publisher: Callable[[], WeightsPublisher],
     device: str,
     durable: DurableCritic,
+    store: FindStore,
 ) -> Scorers:
     """As `build_scorers`, each in a process, perhaps not ready yet. The first weights of each are published through a publisher
     of its own until it has them. A process that is started again gets the weights of `start`, which must not change."""
@@ -158,15 +160,15 @@ def build_remote_scorers(
     try:
         if reference_of(config) is not None:
             setup = partial(begin, partial(reference_model, config, start, saved), temperature=temperature)
-            made["reference"] = RemoteScorer(setup, launcher)
+            made["reference"] = RemoteScorer(setup, launcher, store=store)
         if config.proximal is not None:
             setup = partial(begin, lambda: start, temperature=temperature)
-            made["proximal"] = RemoteScorer(setup, launcher, name="proximal")
+            made["proximal"] = RemoteScorer(setup, launcher, name="proximal", store=store)
         if table is not None:
             setup = partial(
                 begin, partial(_critic_model, config, table, start), critic=table, num_steps=config.pipeline.steps
             )
-            critic = durable(partial(RemoteCritic, setup, launcher))
+            critic = durable(partial(RemoteCritic, setup, launcher, store=store))
     except BaseException:  # whatever it is: the processes that were started have no owner
         for one in made.values():
             one.end()

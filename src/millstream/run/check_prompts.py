@@ -88,7 +88,9 @@ def unknown_text(text: TokenizerText, played: PlayedTasks) -> str:
     """A warning about prompts with text that the tokenizer does not know; empty if there are none."""
     tasks = played.shown_tasks()
     unknown = text.unknown_token
-    strange = [] if unknown is None else [task for task in tasks if unknown in text.opening(task.prompt)]
+    if unknown is None:
+        return ""
+    strange = [task for task in tasks if unknown in text.opening(task.prompt)]
     if not strange:
         return ""
     tokens = [token for task in tasks for token in text.opening(task.prompt)]

@@ -38,7 +38,7 @@ from millstream.errors import ClusterError
 from millstream.events import WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import ClusterRanks, FsdpLearner
-from millstream.learner.messages import ObjectiveSource
+from millstream.learner.messages import ObjectiveSource, StoreAccess
 from millstream.model.load import model_weights
 from millstream.pipeline.schema import Stage
 from millstream.pipeline.workers import WorkerPlan
@@ -172,6 +172,8 @@ class RayBackend:
             tokenizer=tokenizer,
             is_proximal_given=config.proximal is not None,
             is_fixed=config.pipeline.is_in_lockstep,
+            records_ratios=config.rollout.keep_gb > 0,
+            store=self._find_store,
             cluster=ClusterRanks(
                 launcher=self,
                 host=cluster.host,
@@ -183,6 +185,9 @@ class RayBackend:
             ),
         )
 
+    def _find_store(self) -> StoreAccess | None:
+        return None if self._store is None else StoreAccess("millstream.cluster.store:connect", self._store.plan)
+
     def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
         return build_remote_scorers(
             self._config,
@@ -192,6 +197,7 @@ class RayBackend:
             open_publisher=self._new_publisher,
             device="cuda" if self._resources.stage_gpus else "cpu",
             durable=durable,
+            store=self._find_store,
         )
 
     def _new_publisher(self) -> WeightsPublisher:

@@ -6,9 +6,10 @@
 
 Guarantees. The caller notices only the time: no version falls, no row is left out, none counts twice in the learner that
 survives, and since the same calls in the same order give the same bits, the weights are those of an undisturbed run (on a CPU;
-elsewhere, to float tolerance). Rollouts are not sampled again: the log has the rows themselves, as references, until a
-checkpoint covers them. It is used where the learner has processes of its own (`build_training.py`); one on a thread of the
-driver ends with the driver, and `--resume` continues. Only a learner whose processes died or stopped answering (`LearnerGone`)
+elsewhere, to float tolerance). Rollouts are not sampled again: the log has the rows, or their ids in a store that keeps them,
+until a checkpoint covers them. It is used where the learner has processes of its own (`build_training.py`); one on a thread of
+the driver ends with the driver, and `--resume` continues. Only a learner whose processes died or stopped answering
+(`LearnerGone`)
 is restarted, within a budget; one that refuses a call (`LearnerError`) would refuse it again.
 """
 
@@ -25,9 +26,11 @@ from millstream.clock import Clock
 from millstream.errors import LearnerError, LearnerGone
 from millstream.events import EventSink, LearnerRestarted, Warned
 from millstream.learner import RunCritic, RunLearner, Snapshot
+from millstream.learner.base import StoreScorer, reads_store
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.retry import BackOff, Retry
 from millstream.run.replay_log import CheckpointView, LearnerCall, ReplayLog
+from millstream.store.wire import PackedBlock
 from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 T = TypeVar("T")
@@ -95,6 +98,10 @@ class Replayed(Generic[InnerT]):
     def inner(self) -> InnerT:
         """The current one."""
         return self._inner
+
+    @property
+    def reads_store(self) -> bool:
+        return reads_store(self._inner)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -303,6 +310,13 @@ class ReplayedCritic(Replayed[RunCritic]):
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._call(lambda inner: inner.score(rows))
+
+    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> PackedBlock:
+        async def score(inner: RunCritic) -> PackedBlock:
+            assert isinstance(inner, StoreScorer)
+            return await inner.score_stored(rows, column)
+
+        return await self._call(score)
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         self._begin_batch()

@@ -10,7 +10,10 @@ from msgspec import structs
 
 from millstream.errors import InvariantError
 from millstream.run.checkpoint import Sealed
-from millstream.types import TrainRow
+from millstream.types import StoredRow, TrainRow
+
+MIN_SEGMENT_BYTES = 4096
+STORED_TOKEN_BYTES = 17  # of a row in the store: tokens, versions, mask, log-probabilities and a column of a stage
 
 
 class LearnerCall(NamedTuple):
@@ -69,8 +72,14 @@ class ReplayLog:
 
 
 def _num_bytes(call: LearnerCall) -> int:
-    columns = (column for row in call.rows for column in structs.astuple(row))
-    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+    return sum(map(_row_bytes, call.rows))
+
+
+def _row_bytes(row: TrainRow) -> int:
+    """In the memory of this process; of a stored row, in that of its node."""
+    if isinstance(row, StoredRow):
+        return max(MIN_SEGMENT_BYTES, STORED_TOKEN_BYTES * row.num_tokens)
+    return sum(column.nbytes for column in structs.astuple(row) if isinstance(column, np.ndarray))
 
 
 class CheckpointView(Protocol):

@@ -37,8 +37,9 @@ from millstream.rpc.serve import end_process, exit_with
 from millstream.run.build import build_environment
 from millstream.run.config import RunConfig
 from millstream.run.text import TokenizerText
-from millstream.store.client import Address, StoreClient
+from millstream.store.client import StoreClient
 from millstream.store.coordinator import StorePlan
+from millstream.store.host import connect_here
 
 ROLLOUT_WORKER = "millstream.run.rollout_worker:serve_rollouts"
 
@@ -189,8 +190,7 @@ async def _connect_store(plan: StorePlan) -> StoreClient:
         from millstream.cluster.store import connect  # Ray is an extra
 
         return await connect(plan, "rollouts")
-    address = Address(host=plan.host, port=plan.port, token=plan.token, node=plan.node, folder=plan.memory)
-    return await StoreClient.connect(address, "rollouts")
+    return await connect_here(plan, "rollouts")
 
 
 def _connect_engine(order: OpenLine, on_version: Callable[[], None], on_broken: OnBroken) -> LineEngine:

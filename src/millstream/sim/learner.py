@@ -52,7 +52,7 @@ class SimLearner:
     async def begin_batch(self) -> None: ...
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        await self._sharing.train(self._token_s * sum(len(row.tokens) for row in rows))
+        await self._sharing.train(self._token_s * sum(row.num_tokens for row in rows))
         self.num_rows += len(rows)
 
     async def step(self) -> Metrics:
@@ -66,7 +66,7 @@ class SimLearner:
         return []
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
+        await asyncio.sleep(self._token_s * sum(row.num_tokens for row in rows))
         return [np.zeros(int(row.loss_mask.sum()), dtype=np.float32) for row in rows]
 
     async def weights(self) -> Weights:
@@ -96,7 +96,7 @@ class SimScorer:
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         async with self._is_free:
-            await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
+            await asyncio.sleep(self._token_s * sum(row.num_tokens for row in rows))
         self.num_scored += len(rows)
         return [(row.loss_mask * (1 + (row.tokens + self._seed) % 7) / -4).astype(np.float32) for row in rows]
 
@@ -130,7 +130,7 @@ class SimCritic(SimScorer):
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         async with self._is_free:
-            await asyncio.sleep(3 * self._token_s * sum(len(row.tokens) for row in rows))
+            await asyncio.sleep(3 * self._token_s * sum(row.num_tokens for row in rows))
         self.num_rows += len(rows)
 
     async def step(self) -> Metrics:

@@ -76,12 +76,11 @@ class Payloads:
             for columns in tables:
                 packing = Packing(columns)
                 if packing.nbytes <= inline_bytes:
-                    nbytes, data, segment = packing.nbytes, bytes(packing.to_bytes()), None
-                else:
-                    segment = await self._fill(packing, num_rows, deadline_s, names)
-                    nbytes, data = segment.size, None
-                payload = wire.Payload(packing.nbytes, data, segment, packing.has_tensors)
-                blocks.append(BlockSpec(tuple(columns), nbytes, payload))
+                    blocks.append(_inline(columns, packing))
+                    continue
+                segment = await self._fill(packing, num_rows, deadline_s, names)
+                payload = wire.Payload(packing.nbytes, None, segment, packing.has_tensors)
+                blocks.append(BlockSpec(tuple(columns), segment.size, payload))
             yield blocks
         except BaseException:  # also when cancelled: the reserved segments will not be read
             for name in names:
@@ -98,22 +97,24 @@ class Payloads:
         self.segments.trim()
         return reserved.segment
 
-    async def open(self, granted: wire.LeaseGranted) -> dict[int, Block]:
-        """Every segment is closed once: when its view is gone, when it has been fetched, or when this fails."""
-        blocks: dict[int, Block] = {}
+    async def open(self, granted: wire.LeaseGranted, only: frozenset[str] | None = None) -> dict[int, Block]:
+        """Every segment is closed once: when its view is gone, when it has been fetched, or when this fails. `only`: segments
+        are not opened where these columns came with the message."""
+        blocks = {number: _block_of(payload) for number, payload in granted.blocks.items() if payload.data is not None}
+        is_enough = only is not None and _have_all(only, granted, blocks)
         try:
             for number, payload in granted.blocks.items():
-                blocks[number] = await self._open(payload, granted)
+                if payload.data is None and not is_enough:
+                    blocks[number] = await self._open(payload, granted)
         except BaseException:  # also when cancelled
             self.close([payload for number, payload in granted.blocks.items() if number not in blocks])
             raise
         node = self._address.node
-        self.close([p for p in granted.blocks.values() if p.segment is not None and p.segment.node != node])
+        others = [p for p in granted.blocks.values() if p.segment is not None and (is_enough or p.segment.node != node)]
+        self.close(others)
         return blocks
 
     async def _open(self, payload: wire.Payload, granted: wire.LeaseGranted) -> Block:
-        if payload.data is not None:
-            return Block(bytearray(payload.data) if payload.is_private else payload.data)
         segment = payload.segment
         assert segment is not None
         if segment.node == self._address.node:
@@ -152,6 +153,7 @@ class StoreClient:
         hello = wire.StoreHello(self.name, address.token, address.node)
         self._connection = CoordinatorConnection((address.host, address.port), hello, give_up_s, self._on_unclaimed)
         self._payloads = Payloads(address, self._connection)
+        self._only: dict[str, frozenset[str]] = {}
 
     @classmethod
     async def connect(cls, address: Address, name: str | None = None, *, give_up_s: float = GIVE_UP_S) -> StoreClient:
@@ -190,17 +192,22 @@ class StoreClient:
             added: wire.RowsAdded = await self._connection.call(put)
         return range(added.first, added.first + added.count)
 
-    async def stage(self, columns: Columns, *, versions: int | Sequence[int] | None = None) -> wire.StagedRows:
-        """Pack rows here, for another client to put (`put_staged`) or to drop (`drop_staged`). Waits for room in the store."""
+    async def stage(
+        self, columns: Columns, *, small: Columns | None = None, versions: int | Sequence[int] | None = None
+    ) -> wire.StagedRows:
+        """Pack rows here, for another client to put (`put_staged`) or to drop (`drop_staged`). Waits for room in the store.
+        `small`: columns of constant size, which a consumer may read without the others (`open_only`)."""
         num_rows = num_rows_of(columns)
         row_versions = each(UNVERSIONED if versions is None else versions, num_rows, "versions")
         async with self._payloads.packed(columns, num_rows=num_rows, inline_bytes=0) as (block,):
-            return wire.StagedRows(block, row_versions, token_counts(columns, None, num_rows))
+            own = None if small is None else _inline(small, Packing(small))
+            return wire.StagedRows(block, row_versions, token_counts(columns, None, num_rows), own)
 
     async def put_staged(self, group_id: int, rows: wire.StagedRows, *, partition: str = TRAIN) -> None:
         """Put what another client has packed. Raises `RowsLost` if that is gone."""
         groups = [group_id] * len(rows.versions)
-        await self._connection.call(wire.PutRows(partition, groups, rows.block, rows.versions, rows.tokens))
+        put = wire.PutRows(partition, groups, rows.block, rows.versions, rows.tokens, None, rows.small)
+        await self._connection.call(put)
 
     def drop_staged(self, rows: wire.StagedRows) -> None:
         segment = rows.block.payload.segment
@@ -214,10 +221,29 @@ class StoreClient:
         async with self._payloads.packed(columns) as (block,):
             await self._connection.call(wire.WriteCells(integers(row_ids), block, overwrite))
 
+    async def stage_columns(self, columns: Columns) -> wire.PackedBlock:
+        """Pack columns here, for another client to write (`write_staged`). They are gone with this one, until then."""
+        async with self._payloads.packed(columns, inline_bytes=0) as (block,):
+            return block
+
+    async def write_staged(self, row_ids: Sequence[int], block: wire.PackedBlock, *, overwrite: bool = False) -> None:
+        """Write what another client has packed. Raises `RowsLost` if that is gone."""
+        await self._connection.call(wire.WriteCells(integers(row_ids), block, overwrite))
+
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
         await self._connection.call(wire.CloseGroups(partition, integers(group_ids)))
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
+
+    def open_only(self, task: str, columns: Sequence[str]) -> None:
+        """Claims of this task return at least these columns. Where they came with the answer, no other payload is opened."""
+        self._only[task] = frozenset(columns)
+
+    async def read(self, row_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The columns of each row. Raises `StoreError` for a row that is not in the store: another client must hold it there,
+        by a lease or by a step that no checkpoint covers yet."""
+        granted: wire.LeaseGranted = await self._connection.call(wire.ReadRows(integers(row_ids)))
+        return _cells_of_rows(granted, await self._payloads.open(granted))
 
     async def claim(
         self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
@@ -251,7 +277,7 @@ class StoreClient:
 
     async def _lease(self, task: str, granted: wire.LeaseGranted) -> Lease:
         try:
-            blocks = await self._payloads.open(granted)
+            blocks = await self._payloads.open(granted, self._only.get(task))
         except BaseException:  # also when cancelled: the caller will not get the lease
             self._connection.tell(wire.GiveBackLease(granted.lease_id))
             raise
@@ -303,11 +329,7 @@ class StoreClient:
 
     async def snapshot(self, *, partition: str = TRAIN) -> Saved:
         reply: wire.PartitionReply = await self._connection.call(wire.ReadPartition(partition))
-        blocks = await self._payloads.open(reply.granted)
-        cells: list[dict[str, Any]] = []
-        for run, columns in zip(reply.granted.runs, _cells_of_runs(reply.granted, blocks), strict=True):
-            cells += [{name: column[index] for name, column in columns.items()} for index in range(run.count)]
-        return saved_of(reply.content, cells)
+        return saved_of(reply.content, _cells_of_rows(reply.granted, await self._payloads.open(reply.granted)))
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
         async with self._payloads.packed(*saved_columns(saved)) as blocks:
@@ -323,6 +345,23 @@ class StoreClient:
         return reply.rows
 
 
+def _inline(columns: Columns, packing: Packing) -> wire.PackedBlock:
+    payload = wire.Payload(packing.nbytes, bytes(packing.to_bytes()), None, packing.has_tensors)
+    return BlockSpec(tuple(columns), packing.nbytes, payload)
+
+
+def _block_of(payload: wire.Payload) -> Block:
+    """Of one that is part of the message."""
+    return Block(bytearray(payload.data or b"") if payload.is_private else payload.data)
+
+
+def _have_all(columns: frozenset[str], granted: wire.LeaseGranted, blocks: dict[int, Block]) -> bool:
+    """Whether these blocks have these columns of every row."""
+    names = {number: block.names for number, block in blocks.items()}
+    none = frozenset[str]()
+    return all(columns <= none.union(*(names.get(number, none) for number in run.blocks)) for run in granted.runs)
+
+
 def _cells_of_runs(granted: wire.LeaseGranted, blocks: dict[int, Block]) -> list[dict[str, list[Any]]]:
     """The columns of each stretch of rows; where a cell was written again, the last."""
     found = []
@@ -330,7 +369,15 @@ def _cells_of_runs(granted: wire.LeaseGranted, blocks: dict[int, Block]) -> list
         where = {
             name: (blocks[number], start)
             for number, start in zip(run.blocks, run.starts, strict=True)
+            if number in blocks
             for name in blocks[number].names
         }
         found.append({name: block.cells(name, start, run.count) for name, (block, start) in where.items()})
     return found
+
+
+def _cells_of_rows(granted: wire.LeaseGranted, blocks: dict[int, Block]) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = []
+    for run, columns in zip(granted.runs, _cells_of_runs(granted, blocks), strict=True):
+        cells += [{name: column[index] for name, column in columns.items()} for index in range(run.count)]
+    return cells

@@ -23,7 +23,7 @@ from typing import NoReturn
 from msgspec import Struct, structs
 
 from millstream.clock import RealClock
-from millstream.errors import StoreError
+from millstream.errors import RowsLost, StoreError
 from millstream.store import wire
 from millstream.store.base import Reads
 from millstream.store.journal import (
@@ -156,6 +156,8 @@ class Coordinator:
             case wire.RenewLease():
                 self._claims.renew(body.lease_id)
                 return wire.Accepted()
+            case wire.ReadRows():
+                return self._locate(session, 0, [self._row(row_id) for row_id in body.row_ids], [])
             case wire.ReadPartition():
                 rows = list(self.table.partition(body.partition).rows.values())
                 return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition))
@@ -373,6 +375,12 @@ class Coordinator:
             empty_groups=empty,
             addresses={node: at for node, at in self.pool.addresses().items() if node in nodes} if nodes else {},
         )
+
+    def _row(self, row_id: int) -> RowEntry:
+        for lost in self._lost if row_id not in self.table.rows else ():
+            if lost.row_id == row_id:
+                raise RowsLost(f"row {row_id} of group {lost.group_id} was lost with node {lost.node}")
+        return self.table.row(row_id)
 
     # ---- restart -----------------------------------------------------------------------------------------------------
 

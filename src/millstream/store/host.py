@@ -113,8 +113,7 @@ class SharedStore:
 
     @property
     def address(self) -> Address:
-        plan = self.plan
-        return Address(host=plan.host, port=plan.port, token=plan.token, node=plan.node, folder=plan.memory)
+        return _address(self.plan)
 
     async def connect(self, name: str | None = None) -> StoreClient:
         return await StoreClient.connect(self.address, name, give_up_s=STORE_CONNECT_S)
@@ -171,6 +170,15 @@ class ShardedStore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _address(plan: StorePlan) -> Address:
+    return Address(host=plan.host, port=plan.port, token=plan.token, node=plan.node, folder=plan.memory)
+
+
+async def connect_here(plan: StorePlan, name: str) -> StoreClient:
+    """From another process of the machine."""
+    return await StoreClient.connect(_address(plan), name)
 
 
 def _end_with_parent(plan: StorePlan) -> None:

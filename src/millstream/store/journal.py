@@ -183,6 +183,8 @@ def apply_change(table: RowTable, change: Change, now: float) -> wire.ReplyBody:
         case wire.PutRows(partition=partition, versions=versions, tokens=tokens):
             block, group_ids = change.block, change.group_ids
             ids = table.put(group_ids, block, versions=versions, tokens=tokens, partition=partition, now=now)
+            if change.small is not None:
+                table.write(ids, change.small)
             return wire.RowsAdded(ids.start, len(ids))
         case wire.WriteCells():
             table.write(change.row_ids, change.block, overwrite=change.overwrite)

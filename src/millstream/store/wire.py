@@ -57,6 +57,8 @@ class StagedRows(Struct, frozen=True, array_like=True):
     block: PackedBlock
     versions: list[int]
     tokens: list[int]
+    small: PackedBlock | None = None
+    """More of their columns, as part of the message."""
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -96,6 +98,8 @@ class PutRows(PartitionRequest):
     versions: list[int]
     tokens: list[int]
     deadline_s: float | None = None
+    small: PackedBlock | None = None
+    """More columns of the same rows."""
 
 
 class WriteCells(_Tagged):
@@ -160,6 +164,12 @@ class ReadPartition(PartitionRequest):
     """All rows of a partition, for a snapshot."""
 
 
+class ReadRows(_Tagged):
+    """Rows by their ids, on lease to any client or to none."""
+
+    row_ids: list[int]
+
+
 class RestorePartition(PartitionRequest):
     saved: rows.SavedPartition[Payload]
 
@@ -184,7 +194,7 @@ LeaseChange = AcknowledgeLease | DropLease | GiveBackLease
 PartitionChange = CloseGroups | CoverStep | RewindTask | FinishPartition | DropPartition
 PayloadChange = PutRows | WriteCells | RestorePartition
 SegmentRequest = ReserveSegment | ReleaseSegment | CloseViews
-Question = ClaimRows | WatchReady | RenewLease | ReadPartition | GetStats | GetLostRows
+Question = ClaimRows | WatchReady | RenewLease | ReadRows | ReadPartition | GetStats | GetLostRows
 RequestBody = StoreHello | CancelRequest | LeaseChange | PartitionChange | PayloadChange | SegmentRequest | Question
 
 
