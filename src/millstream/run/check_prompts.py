@@ -86,10 +86,9 @@ def check_tools(played: PlayedTasks, text: TokenizerText) -> None:
 
 def unknown_text(text: TokenizerText, played: PlayedTasks) -> str:
     """A warning about prompts with text that the tokenizer does not know; empty if there are none."""
-    tasks = played.shown_tasks()
-    unknown = text.unknown_token
-    strange = [] if unknown is None else [task for task in tasks if unknown in text.opening(task.prompt)]
-    if not strange:
+    tasks, unknown = played.shown_tasks(), text.unknown_token
+    strange = [task for task in tasks if unknown in text.opening(task.prompt)]
+    if unknown is None or not strange:
         return ""
     tokens = [token for task in tasks for token in text.opening(task.prompt)]
     share = tokens.count(unknown) / len(tokens)
