@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import random
 import sys
 import time
@@ -21,12 +22,14 @@ from millstream.engine.native.batching import Batcher
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.paged import PagedRunner
+from millstream.engine.native.process import DECODE_NICE
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.strings import ends_with_one
 from millstream.engine.native.worker import Command, Load, WorkerReport
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.events import Span
 from millstream.events.sinks import MemorySink
+from millstream.model.load import FEW_CORES, num_cores
 from millstream.run.build import build_engine
 from millstream.seeds import derive_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
@@ -516,6 +519,19 @@ def test_a_thread_and_a_process_give_the_same_bits() -> None:
         return completions
 
     assert asyncio.run(program(False)) == asyncio.run(program(True))
+
+
+def test_the_decode_loop_of_a_process_gives_way_where_cores_are_few() -> None:
+    async def program() -> int:
+        e = build_engine(EngineConfig(process=True), make("llama"), clock=RealClock(), sink=MemorySink())
+        await e.generate(request(0, (4, 5), max_tokens=2))
+        assert isinstance(e._host, ProcessHost) and e._host.remote.process is not None
+        found = os.getpriority(os.PRIO_PROCESS, e._host.remote.process.pid)
+        await e.close()
+        return found
+
+    more = DECODE_NICE if num_cores() <= FEW_CORES else 0
+    assert asyncio.run(program()) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + more)
 
 
 def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:

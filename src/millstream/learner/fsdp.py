@@ -134,7 +134,8 @@ class FsdpLearner:
             self.ranks = RankProcesses(setup, cluster.launcher, host=cluster.host)
         self._store = store
         self._is_store_open = False  # in the ranks
-        self._snapshots, self._gathers = itertools.count(), itertools.count(1)
+        self._snapshots = itertools.count()
+        self._gathers = itertools.count(1)
         self._thread = DaemonThreads("learner", most=1)
         self._rows: list[TrainRow] = []  # since the last step
         self._rows_of: list[list[TrainRow]] = [[] for _ in range(config.ranks)]  # the same, as they were dealt

@@ -84,8 +84,6 @@ class Pipeline:
         self._parts = parts
         self._config = config
         self._checkpointer = keeper
-        # trained rows stay in the store until a checkpoint covers them
-        self._are_held = keeper is not None and any(map(reads_store, (parts.learner, parts.critic)))
         self._is_stopping = False
         self.waits = parts.waits
         self._context = built.context
@@ -304,9 +302,14 @@ class Pipeline:
 
     # ---- between two batches -------------------------------------------------------------------------------------------
 
+    @property
+    def _are_held(self) -> bool:
+        """Whether trained rows stay in the store until a checkpoint covers them."""
+        return self._checkpointer is not None and any(map(reads_store, (self._parts.learner, self._parts.critic)))
+
     async def _free_covered(self) -> None:
         """Rows that a checkpoint covers are not trained again by processes that replace those of the learner."""
-        covered = self._checkpointer.version if self._checkpointer is not None and self._are_held else None
+        covered = self._checkpointer.version if self._are_held and self._checkpointer is not None else None
         if covered is not None:
             await self._parts.store.cover(covered)
 

@@ -431,7 +431,7 @@ class Coordinator:
 
 def _crash(error: Exception, session: ClientSession | None = None, number: int = 0, why: str = "") -> NoReturn:
     """The table may be half changed, or ahead of the journal: end, and be restarted from the journal. `session`: the client
-    whose request it was, and is told why."""
+    whose request it was, which gets the reason."""
     if session is not None and session.connection is not None:
         session.answer(number, wire.RequestFailed("StoreError", why))
         session.connection.flush()
