@@ -120,18 +120,7 @@ class FsdpLearner:
         files = checkpoint_files(model) if config.ranks > 1 else None
         self._shared: SharedWeights | None = None
         self._fetcher = None if cluster is None else WeightsFetcher(cluster.node)
-        if cluster is None:
-            self.ranks = self._start_here(plan, files)
-        else:
-            rest = {} if files is None else _not_in(files, model)
-            setup = RankSetup(
-                plan=plan,
-                weights=cluster.first,
-                delivery=cluster.delivery,
-                checkpoint=files,
-                rest=cluster.publish(rest) if rest else None,
-            )
-            self.ranks = RankProcesses(setup, cluster.launcher, host=cluster.host)
+        self.ranks = self._start_here(plan, files) if cluster is None else self._start_there(plan, files, cluster)
         self._store = store
         self._is_store_open = False  # in the ranks
         self._snapshots = itertools.count()
@@ -141,6 +130,17 @@ class FsdpLearner:
         self._rows_of: list[list[TrainRow]] = [[] for _ in range(config.ranks)]  # the same, as they were dealt
         self._log_ratios: HalfFloats = np.zeros(0, np.float16)
         self._rank_seconds: list[float] = []
+
+    def _start_there(self, plan: RankPlan, files: CheckpointFiles | None, cluster: ClusterRanks) -> RankProcesses:
+        rest = {} if files is None else _not_in(files, self.model)
+        setup = RankSetup(
+            plan=plan,
+            weights=cluster.first,
+            delivery=cluster.delivery,
+            checkpoint=files,
+            rest=cluster.publish(rest) if rest else None,
+        )
+        return RankProcesses(setup, cluster.launcher, host=cluster.host)
 
     def _start_here(self, plan: RankPlan, files: CheckpointFiles | None) -> RankProcesses:
         """The shared memory has room for what is trained, and for what ranks do not read from files."""
