@@ -72,10 +72,15 @@ class ShardedClient:
         )
 
     async def stage(
-        self, columns: Columns, *, versions: int | Sequence[int] | None = None, partition: str = TRAIN
+        self,
+        columns: Columns,
+        *,
+        small: Columns | None = None,
+        versions: int | Sequence[int] | None = None,
+        partition: str = TRAIN,
     ) -> wire.StagedRows:
         """Pack rows for this partition."""
-        return await self._having(partition).stage(columns, versions=versions)
+        return await self._having(partition).stage(columns, small=small, versions=versions)
 
     async def put_staged(self, group_id: int, rows: wire.StagedRows, *, partition: str = TRAIN) -> None:
         await self._having(partition).put_staged(group_id, rows, partition=partition)
