@@ -67,6 +67,7 @@ class ClientSession:
             self.answer(number, result)
 
         task = self.running[number] = asyncio.get_running_loop().create_task(answer())
+        task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would never be awaited
 
     def forget_received(self, numbers: list[int]) -> None:
         for number in numbers:
