@@ -34,6 +34,8 @@ PARTS = {
     "quality_report",
     "scheduling",
     "step_model",
+    "store_nodes",
+    "store_nodes_ray",
     "store_sides",
     "time_to_quality_cells",
     "time_to_quality_report",

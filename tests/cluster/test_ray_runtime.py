@@ -12,7 +12,20 @@ import pytest
 
 pytest.importorskip("ray")
 
-from crash_matrix import MOMENTS, NUM_WORKERS, RANDOM, ROLLOUT, VICTIMS, Cell, Plan, Result, carry_out, plans, table
+from crash_matrix import (
+    LOCAL,
+    MOMENTS,
+    NUM_WORKERS,
+    RANDOM,
+    ROLLOUT,
+    VICTIMS,
+    Cell,
+    Plan,
+    Result,
+    carry_out,
+    plans,
+    table,
+)
 from crash_run import ENGINES, Books
 from millstream.cluster.resources import ResourcesConfig, placement_of
 
@@ -93,8 +106,8 @@ def test_an_engine_that_is_added_is_placed_freely_and_one_that_is_replaced_keeps
 def test_the_matrix_has_every_victim_at_every_moment_and_twenty_at_random() -> None:
     cells = [cell for plan in plans(seed=0) for cell in plan.cells]
     aimed = [(cell.victim, cell.moment) for cell in cells if cell.moment != RANDOM]
-    assert sorted(aimed) == sorted((victim, moment) for victim in (*VICTIMS, ROLLOUT) for moment in MOMENTS)
-    assert len({cell.name for cell in cells}) == len(cells) == 52
+    assert sorted(aimed) == sorted((victim, moment) for victim in (*VICTIMS, ROLLOUT, LOCAL) for moment in MOMENTS)
+    assert len({cell.name for cell in cells}) == len(cells) == 56
 
 
 def test_a_table_counts_every_attempt_and_gives_the_reason_of_each_that_failed() -> None:

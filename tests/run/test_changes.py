@@ -544,7 +544,7 @@ def test_a_finished_run_is_resumed_for_more_steps_and_for_nothing_else(
         raise OSError(28, "no space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(OutputError, match="no space left"):
-        patched.setattr("millstream.learner.torch.save_model", half)
+        patched.setattr("millstream.learner.trainer.save_model", half)
         resume(folder, changes=["pipeline.steps=3"], progress=False)
     assert digests_in(folder / "model") == before, "a model is there as a whole, or not"
     result = resume(folder, progress=False)

@@ -701,7 +701,7 @@ def test_who_does_not_serve_does_not_load_a_server(module: str) -> None:
 def test_the_examples_of_the_page_run() -> None:
     page = (Path(__file__).parents[2] / "docs/store.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.S)
-    assert len(examples) == 4
+    assert len(examples) == 5
     for example in examples:
         strict = "import warnings\nwarnings.simplefilter('error', RuntimeWarning)\n"
         out = run_command([sys.executable, "-c", strict + example], timeout=60)

@@ -526,11 +526,11 @@ import sys
 sys.path[:0] = ["tests", "bench"]
 import internals
 from support import simulated
-from millstream.pipeline import admission, pipeline, policy, settle
+from millstream.pipeline import admission, components, pipeline, policy, settle
 from millstream.store import memory
 for user in (simulated, internals):
     assert user.Pipeline is pipeline.Pipeline and user.MemoryStore is memory.MemoryStore
-assert policy.Admission is admission.Admission and pipeline.GroupFinalizer is settle.GroupFinalizer
+assert policy.Admission is admission.Admission and components.GroupFinalizer is settle.GroupFinalizer
 for part in (pipeline.Pipeline, admission.Admission, settle.GroupFinalizer, memory.MemoryStore):
     others = [one.__module__ for one in part.__subclasses__() if not one.__module__.endswith(".outside")]  # their claims
     assert set(others) <= {"support.rollout_workers"}, part
