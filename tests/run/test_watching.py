@@ -266,7 +266,11 @@ def test_an_error_that_ends_a_run_is_an_alert_with_its_message_and_what_fails_at
     alert = json.loads((tmp_path / "alert.json").read_text())
     assert alert["kind"] == "failure" and alert["name"] == "OutputError"
     assert alert["text"] == "run: the run ended at step 4 with OutputError: the disk is full"
-    said = [record.message for record in caplog.records]
+    warned = [event.message for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, Warned)]
+    said = [
+        *(record.message for record in caplog.records),
+        *(one for one in warned if "alert" in one),
+    ]  # the log is closing
     assert len(said) == 2 and {one.partition("Error): ")[2].partition(":")[0] for one in said} == {
         "exit code 3",
         "ConnectError",

@@ -224,7 +224,7 @@ def test_malformed_requests_leave_nothing_in_memory(
                     else client.bodies()[name]
                 )
                 await client.try_body(name, right if isinstance(right, bytes) else json.dumps(right).encode())
-            for seed in (7, 7, 8):  # the first fills caches
+            for seed in (7, 7, 7):  # the first fills caches
                 rng = random.Random(seed)
                 for _ in range(150):
                     await client.try_one(rng)
