@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         prepared.append(prepare_run(structs.replace(config, environment=environment)))
     rows, is_same = asyncio.run(compared(*prepared))
     publish(rows, given)
-    if not is_same:
+    if (
+        given.model and not is_same
+    ):  # random weights make calls that cannot be read: the program takes one for the answer
         sys.exit(1)
 
 

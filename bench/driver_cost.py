@@ -200,8 +200,8 @@ def instant_ranks(num_ranks: int, store: Any) -> Any:
     """A learner of processes. `store`: see `FsdpLearner`."""
     from internals_torch import instant_model, processes, ranks_of
 
-    processes.RANK_WORKER = "driver_cost:serve_instant_rank"
-    return ranks_of(instant_model(), num_ranks, store=store, records_ratios=False)
+    with patch.object(processes, "RANK_WORKER", "driver_cost:serve_instant_rank"):
+        return ranks_of(instant_model(), num_ranks, store=store, records_ratios=False)
 
 
 # ---- the environment ---------------------------------------------------------------------------------------------------

@@ -40,8 +40,13 @@ def test_a_record_that_was_cut_off_is_removed_and_the_next_follows_what_is_whole
     assert reopened(tmp_path)[1][-1] == ENTRIES[4]
 
 
-def test_a_record_that_could_not_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_after_a_snapshot", [False, True])
+def test_a_record_that_could_not_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_after_a_snapshot: bool
+) -> None:
     journal = RequestJournal(tmp_path)
+    if is_after_a_snapshot:
+        journal.begin_next(lambda folder: None, SnapshotInfo(version=0, next_seq_id=1), [])
     journal.append(ENTRIES[0])
     with monkeypatch.context() as broken, pytest.raises(OSError, match="No space"):
         broken.setattr("os.fsync", fail)

@@ -195,6 +195,7 @@ class RolloutWorkers:
 
     def _start(self, worker: _Worker) -> None:
         worker.has_answered = False
+        worker.watching = None  # what watches the one before ends by itself
         worker.lost_lines = {}
         worker.remote = remote = self._plan.start(
             worker.number,

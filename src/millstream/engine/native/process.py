@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,7 +102,8 @@ def serve_engine(connection: socket.socket) -> None:
     else:
         link.begin(link.fetch)
         if setup.device == "cpu" and num_cores() <= FEW_CORES:
-            os.nice(DECODE_NICE)  # of this thread: weights are fetched without delay
+            with suppress(OSError):  # a container may refuse it
+                os.nice(DECODE_NICE)  # of this thread: weights are fetched without delay
         DecodeWorker(batcher, link, setup.config.news_s).run()
     link.drain()
 

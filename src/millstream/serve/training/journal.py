@@ -148,7 +148,10 @@ class RequestJournal:
         write(folder)
         sync_files(folder)
         write_synced(folder / SNAPSHOT, msgspec.msgpack.encode(info))
-        file = self._path_of(number).open("wb", buffering=0)
+        self._path_of(number).unlink(missing_ok=True)  # left by a failure
+        file = self._path_of(number).open(
+            "ab", buffering=0
+        )  # whatever was cut off: the next record follows the last one
         num_bytes = write_records(file, waiting)
         write_synced(self._folder / CURRENT, str(number).encode())
         self._file.close()
