@@ -372,7 +372,7 @@ def test_keys_choose_views_colors_and_help(url: str, tab: Tab) -> None:
         assert f"/{view}" in page.url
     page.keyboard.press("t")
     page.keyboard.press("t")
-    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    page.wait_for_selector("html[data-theme=dark]")
     page.go_back()
     wait_for_view(page, "rollouts")
 
