@@ -20,9 +20,11 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def named_files(text: str) -> Iterator[str]:
-    """Paths whose first folder is one of the repository or of the package; a user's own files and `NAME.toml` are not."""
+    """Paths whose first folder is one of the repository or of the package; a user's own files, `NAME.toml` and what runs have
+    written are not."""
     for path in FILE.findall(text):
-        if not Path(path).stem.isupper() and any((base / path.split("/")[0]).is_dir() for base in BASES):
+        first = path.split("/")[0]
+        if first != "runs" and not Path(path).stem.isupper() and any((base / first).is_dir() for base in BASES):
             yield path
 
 

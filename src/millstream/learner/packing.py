@@ -40,12 +40,13 @@ class Packer(Generic[R]):
     def add(self, row: R) -> list[R]:
         """The micro-batch that this row did not fit into; empty while there is room."""
         full: list[R] = []
-        size = _size(row, is_repeated=row.prompt in self._prompts)
+        prompt = row.prompt
+        size = _size(row, is_repeated=prompt in self._prompts)
         if self._rows and self._tokens + size > self._max_tokens:
             full, size = self.flush(), _size(row, is_repeated=False)
         self._rows.append(row)
         self._tokens += size
-        self._prompts.add(row.prompt)
+        self._prompts.add(prompt)
         return full
 
     def flush(self) -> list[R]:
@@ -75,8 +76,9 @@ def num_computed(rows: Sequence[Tokenized]) -> int:
     prompts: set[bytes] = set()
     total = 0
     for row in rows:
-        total += _size(row, is_repeated=row.prompt in prompts)
-        prompts.add(row.prompt)
+        prompt = row.prompt
+        total += _size(row, is_repeated=prompt in prompts)
+        prompts.add(prompt)
     return total
 
 
