@@ -65,7 +65,8 @@ async def _score(stage: Stage, lease: Lease, context: RunContext) -> None:
             await context.store.write(list(vacant), nothing)
         await context.store.acknowledge(lease)
 
-    await score_and_write(needed, ids, stage, context, finish)
+    # a checkpoint may have the column without the acknowledgement, where its scorer died between two micro-batches
+    await score_and_write(needed, ids, stage, context, finish, overwrite=True)
 
 
 class ScoredBatch(NamedTuple):
