@@ -1,7 +1,7 @@
-"""What does it cost to keep every rollout? Processor time per rollout, of all processes of a run, and rollouts a second: with
-`rollout.keep_gb` at its default, and with 0. Processor time is by all rollouts that ended: how many of them are filtered is not
-the same in two runs. Also the share of the processor time that the writer's thread takes, which no noise of the machine hides,
-and the bytes that a rollout takes.
+"""What does it cost to keep every rollout? Processor time per rollout, of all processes of a run, and rollouts a second (of a
+cell: sampled tokens, since its lengths are random): with `rollout.keep_gb` at its default, and with 0. Processor time is by all
+rollouts that ended: how many of them are filtered is not the same in two runs. Also the share of the processor time that the
+writer's thread takes, which no noise of the machine hides, and the bytes that a rollout takes.
 
 The demo: runs alternate, each in a process of its own, beginning with the same warmed-up model; medians, and the ratios of
 neighbours with their medians. The first fifth of the steps is left out.
@@ -38,7 +38,7 @@ KEEP_GB = {"on": 10, "off": 0}
 
 class Measured(NamedTuple):
     processor: float  # milliseconds a rollout; of a cell, seconds in all
-    rollouts_per_s: float
+    rate: float  # rollouts trained a second; of a cell, tokens sampled
     writer_share: float  # of the processor time
     bytes_per_rollout: float
 
@@ -122,7 +122,7 @@ def one_cell(which: str, options: argparse.Namespace) -> Measured:
         settings = [f"rollout.keep_gb={KEEP_GB[which]}"]
         result = run_cell(name, workload, mode, sources, Path(scratch), budget, settings)
         taken = processor_s(os.getpid()) - began
-        found = Measured(taken, result.rollouts_per_s, writer.seconds / taken, per_rollout(Path(scratch) / "run"))
+        found = Measured(taken, result.tokens_per_s, writer.seconds / taken, per_rollout(Path(scratch) / "run"))
     free_memory()
     return found
 
@@ -137,7 +137,7 @@ def alternate(options: argparse.Namespace) -> dict[str, list[Measured]]:
                 last = measure(which, model, options)
                 found[which].append(last)
                 say(
-                    f"{which}: processors {last.processor:.3f}, {last.rollouts_per_s:.1f} rollouts/s, the writer "
+                    f"{which}: processors {last.processor:.3f}, {last.rate:.1f}/s, the writer "
                     f"{last.writer_share:.2%}, {last.bytes_per_rollout:.0f} bytes a rollout"
                 )
     return found
@@ -154,13 +154,13 @@ def rows_of(found: dict[str, list[Measured]], options: argparse.Namespace) -> li
     on, off = middle["on"], middle["off"]
     neighbours = list(zip(found["on"], found["off"], strict=True))
     by_processor = sorted(one.processor / max(other.processor, 1e-9) for one, other in neighbours)
-    by_clock = sorted(other.rollouts_per_s / max(one.rollouts_per_s, 1e-9) for one, other in neighbours)
+    by_clock = sorted(other.rate / max(one.rate, 1e-9) for one, other in neighbours)
     for name, ratios in (("processor time", by_processor), ("wall clock", by_clock)):
         shown = [round(ratio, 4) for ratio in ratios]
         say(f"{name} of neighbouring runs, kept to not kept: median {statistics.median(ratios):.4f} of {shown}")
     return [
         cost(workload, metric, on.processor, peer, off.processor),
-        rate(workload, "rollouts trained/s", on.rollouts_per_s, peer, off.rollouts_per_s, digits=1),
+        rate(workload, "tokens sampled/s" if options.cell else "rollouts trained/s", on.rate, peer, off.rate, digits=1),
         alone(workload, "share of the writer's thread in the processor time", on.writer_share, digits=5),
         alone(workload, "bytes a rollout", on.bytes_per_rollout, digits=1),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -313,6 +314,17 @@ def test_an_unfinished_chunk_is_not_read_and_the_next_writer_cuts_it_off(tmp_pat
     assert found.reward_parts == {"exact": 0.5} and found.fate == "in flight"
     for name in ("tokens", "loss_mask", "logprobs", "versions", "turn_rewards"):
         assert np.array_equal(getattr(part, name), getattr(expected, name)), name
+
+
+def test_many_records_are_written_before_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RolloutWriter, "FLUSH_S", 1e6)
+    writer = RolloutWriter(tmp_path / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    for rounds in range(1, 3):
+        for member in range(RolloutWriter.MAX_WAITING):
+            writer.add(attempt(7 * rounds, num_tokens=2, member=member))
+        while len(everything(RolloutDump(tmp_path))) < rounds * RolloutWriter.MAX_WAITING:
+            time.sleep(0.05)
+    writer.close()
 
 
 def test_a_full_disk_costs_rollouts_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,8 @@ class GroupTaker:
 def _taken_rows(taken: TakenGroup, version: int, number: int) -> TakenRows:
     lease, order = taken.lease, row_order(taken.lease) if taken.rows else []
     places = [(lease["member"][i], lease["part"][i]) for i in order]
-    rows = train_rows(lease) if taken.rows and "tokens" in lease.columns else taken.rows  # else they are not kept
+    are_named = order and isinstance(taken.rows[0], StoredRow)  # without the numbers that are kept, where any are
+    rows = train_rows(lease) if are_named and "tokens" in lease.columns else taken.rows
     return TakenRows(lease.group_id, version, number, places, [lease["reward"][i] for i in order], rows)
 
 
