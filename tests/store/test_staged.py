@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millstream.errors import RowsLost, StoreError
-from millstream.store import Reads
+from millstream.store import Reads, wire
 from millstream.store.blocks import Block, Packing
 from millstream.store.client import StoreClient
 from millstream.store.host import SharedStore, make_plan
@@ -109,6 +109,29 @@ def test_a_claim_may_leave_payloads_closed_where_the_small_columns_came_with_the
         assert await claimed(driver, 7) == [list(range(5)), list(range(9))], "one payload has both"
         await driver.close()
         await worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_may_leave_out_what_is_held_for_a_step_and_does_not_read_it(store: SharedStore) -> None:
+    async def run() -> None:
+        driver = await store.connect("driver")
+        for group_id in (20, 21):
+            rows = await driver.stage({"tokens": COLUMNS["tokens"]}, small={"reward": COLUMNS["reward"]})
+            await driver.put_staged(group_id, rows)
+        await driver.close_groups([20])
+        await driver.acknowledge(await driver.claim("train"), step=9)
+        whole, rest = await driver.snapshot(), await driver.snapshot(with_held=False)
+        assert [row.group_id for row in whole.rows] == [20, 20, 21, 21] and len(whole.steps) == 2
+        assert [row.group_id for row in rest.rows] == [21, 21] and not rest.steps
+        assert (whole.is_closed, rest.is_closed) == ({20: True, 21: False}, {21: False})
+        reply = await driver._connection.call(wire.ReadPartition("train", with_held=False))
+        assert len(reply.granted.blocks) == 2, "the payload and the small columns of one group"
+        await driver.drop_partition("train")
+        await driver.restore(rest)
+        assert (await driver.stats()).rows == 2
+        await driver.drop_partition("train")
+        await driver.close()
 
     asyncio.run(run())
 

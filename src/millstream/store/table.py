@@ -314,9 +314,14 @@ class RowTable:
 
     # ---- whole partitions --------------------------------------------------------------------------------------------
 
-    def content(self, partition: str) -> PartitionContent:
+    def rows_to_save(self, partition: str, *, with_held: bool) -> list[RowEntry]:
+        """The rows of a snapshot. `with_held`: also those that were acknowledged for a step."""
+        return [row for row in self.partition(partition).rows.values() if with_held or not row.steps]
+
+    def content(self, partition: str, rows: Sequence[RowEntry]) -> PartitionContent:
+        """Of these rows, and without groups that have others only."""
         part = self.partition(partition)
-        rows = list(part.rows.values())
+        kept = {row.group.id for row in rows}
         names = {task.bit: task.name for task in self.tasks.all}
         return PartitionContent(
             row_ids=[row.id for row in rows],
@@ -324,7 +329,7 @@ class RowTable:
             versions=[row.version for row in rows],
             tokens=[row.tokens for row in rows],
             steps=[{names[bit]: step for bit, step in row.steps} for row in rows],
-            is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
+            is_closed={id_: group.is_closed for id_, group in part.groups.items() if id_ in kept or not group.rows},
             acknowledged=part.acknowledged(),
             generation=self.generation,
         )
