@@ -126,8 +126,8 @@ class Trainer:
         return await self._thread.call(lambda: self._score(rows, loss, is_backward=False))
 
     async def forward_backward(self, rows: Sequence[DirectRow], loss: DirectLoss) -> list[RowScore]:
-        """As `forward`; and the gradient of the sum of all losses is added to that of earlier calls, or, if this raises, nothing
-        of it."""
+        """As `forward`; and the gradient of the sum of all losses is added to that of earlier calls. If this raises, nothing
+        is added."""
         return await self._thread.call(lambda: self._add_gradient(rows, loss))
 
     async def step_with(self, adam: AdamSettings) -> StepResult:
