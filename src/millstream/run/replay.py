@@ -43,8 +43,8 @@ LOG_SHARE = 8  # rows in the log may have this part of the shared memory that is
 
 
 def max_log_bytes(free: int | None) -> int:
-    """Of rows in the log: beyond it the next checkpoint is made as soon as possible. `free`: of the shared memory, which has the
-    rows of a store; where that is too little, the store does not use it either."""
+    """Of rows in the log: beyond it the next checkpoint is made as soon as possible. `free`: of the shared memory, where the
+    rows of a store are; if that is too little, the store does not use it either."""
     return MIN_FREE_BYTES if free is None or free < MIN_FREE_BYTES else free // LOG_SHARE
 
 
