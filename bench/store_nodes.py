@@ -45,6 +45,7 @@ from report import Row, alone, say
 TASKS = {"train": Reads(("tokens",), by_group=False)}
 ROWS, ROW_BYTES = 16, 512 << 10  # of a put: 8 MiB
 NODE_BYTES = 256 << 20  # rows that wait, for each node
+START_S = 60.0  # in which processes start and connect
 LOOPS = 4  # of a client that measures the coordinator: as many requests are under way at once
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -154,10 +155,18 @@ def node_address(plan: StorePlan, node: str) -> StoreAddress:
     return StoreAddress(host=plan.host, port=plan.port, token=plan.token, node=node, folder=str(folder))
 
 
-def serve_node(plan: StorePlan, node: str) -> None:
-    server = SegmentServer(Path(node_address(plan, node).folder), plan.token)
-    agent = SegmentServerAgent(server, (plan.host, plan.port), token=plan.token, node=node, give_up_s=1.0)
-    asyncio.run(agent.run(plan.host))
+def serve_node(plan: StorePlan, node: str, connected: Any) -> None:
+    """`connected`: a barrier, passed once the coordinator, which is still starting, knows this node."""
+
+    async def main() -> None:
+        server = SegmentServer(Path(node_address(plan, node).folder), plan.token)
+        agent = SegmentServerAgent(server, (plan.host, plan.port), token=plan.token, node=node, give_up_s=START_S)
+        running = asyncio.create_task(agent.run(plan.host))
+        await asyncio.to_thread(agent.is_connected.wait, START_S)
+        await asyncio.to_thread(connected.wait, START_S)
+        await running
+
+    asyncio.run(main())
 
 
 def run_client(
@@ -184,9 +193,9 @@ def run_jobs(jobs: Sequence[Job], seconds: float, watched: dict[str, list[int]])
     processes = [FORK.Process(target=run_client, args=(*job, seconds, barrier, results)) for job in jobs]
     for process in processes:
         process.start()
-    barrier.wait(60)
+    barrier.wait(START_S)
     before = {role: sum(map(cpu_of, pids)) for role, pids in watched.items()}
-    found = [results.get(timeout=60 + seconds) for _ in jobs]
+    found = [results.get(timeout=START_S + seconds) for _ in jobs]
     spent = {role: sum(map(cpu_of, pids)) - before[role] for role, pids in watched.items()}
     for process in processes:
         process.join()
@@ -195,10 +204,13 @@ def run_jobs(jobs: Sequence[Job], seconds: float, watched: dict[str, list[int]])
 
 @contextmanager
 def segment_servers(plan: StorePlan, nodes: Sequence[str]) -> Any:
-    servers = [FORK.Process(target=serve_node, args=(plan, node)) for node in nodes]
+    """Their process ids, once the coordinator knows all of them."""
+    connected = FORK.Barrier(len(nodes) + 1)
+    servers = [FORK.Process(target=serve_node, args=(plan, node, connected)) for node in nodes]
     for server in servers:
         server.start()
     try:
+        connected.wait(START_S)
         yield [server.pid for server in servers]
     finally:
         for server, node in zip(servers, nodes, strict=True):
@@ -214,7 +226,6 @@ def local_nodes(num: int, seconds: float, *, is_near: bool) -> tuple[list[Work],
     say(f"segments in {place}, at most {capacity >> 20} MiB of them with rows")
     plan = make_plan(TASKS, capacity_bytes=capacity, node="head")
     with SharedStore(plan) as store, segment_servers(plan, nodes) as pids:
-        time.sleep(0.5)  # they connect
         shift = 0 if is_near else 1
         jobs = [([node_address(plan, node)], "producer", node) for node in nodes]
         jobs += [

@@ -161,6 +161,7 @@ def test_publications_that_are_wrong_are_refused_by_name_and_change_nothing(tmp_
             (short, f"malformed: .* has no {name}"),
             (weights | {name: weights[name][:1].clone()}, f"malformed: {name} .* expected"),
             (weights | {name: weights[name].to(torch.int32)}, f"malformed: {name} .* I32"),
+            (weights | {name: weights[name].to(torch.float8_e4m3fn)}, "F8_E4M3 .*, expected F64, F32, F16 or BF16 of"),
             (weights | {name: weights[name].clone().fill_(float("nan"))}, "not finite"),
         ):
             with pytest.raises(StoreError, match=why):

@@ -25,6 +25,7 @@ from millstream.events import (
     RolloutSpan,
     RolloutStarted,
     Stepped,
+    WeightsLoaded,
 )
 from millstream.events.rollouts import Attempt
 from millstream.pipeline.worker_host import LineLost, OpenLine
@@ -114,6 +115,23 @@ def test_a_killed_worker_fails_its_attempts_by_name_they_are_retried_and_the_wor
     ended = {(e.group_id, e.member): e.attempt for e in outcome.sink.of(RolloutEnded)}
     assert all(ended[event.group_id, event.member] == event.attempt + 1 for event in failed)
     assert len(started[0].workers) == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_of_engines_that_all_have_requests_no_more_than_half_load_at_once_whoever_sent_the_requests(
+    num_workers: int,
+) -> None:
+    world = World(
+        num_engines=4, slots=4, groups_per_step=4, group_size=4, max_lag=3, load=0.2, mean_tokens=200.0, success=0.7,
+        workers=num_workers, has_lines=num_workers > 0,
+    )  # fmt: skip
+    outcome = simulate(world)
+    check(world, outcome)
+    loads = [load for load in outcome.sink.of(WeightsLoaded) if load.version < world.steps - world.max_lag]
+    assert len(loads) > 4, "later ones are of engines that have nothing left to do"
+    begins = [load.at - load.seconds for load in loads]
+    at_once = [sum(one.at - one.seconds <= begin + 1e-9 < one.at for one in loads) for begin in begins]
+    assert max(at_once) == 2
 
 
 def test_rows_that_are_lost_before_they_are_put_fail_the_attempt_and_its_retry_is_trained(

@@ -396,7 +396,7 @@ def test_a_learner_that_does_not_answer_counts_as_dead_and_progress_is_reported(
 
 
 def test_a_log_that_grows_asks_for_a_checkpoint_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(replay, "max_log_bytes", lambda free: 1000)
 
     async def program() -> None:
         sink = MemorySink()
@@ -412,6 +412,13 @@ def test_a_log_that_grows_asks_for_a_checkpoint_and_warns_once(monkeypatch: pyte
         ]
 
     run_virtual(program())
+
+
+@pytest.mark.parametrize(
+    ("free", "limit"), [(None, 256 << 20), (64 << 20, 256 << 20), (256 << 20, 32 << 20), (64 << 30, 8 << 30)]
+)
+def test_held_rows_may_have_a_part_of_the_shared_memory_that_is_free(free: int | None, limit: int) -> None:
+    assert replay.max_log_bytes(free) == limit
 
 
 def test_checkpoints_that_are_hurried_are_due_at_once_and_one_whose_ranks_die_costs_itself_alone(

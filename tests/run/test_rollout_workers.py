@@ -25,7 +25,7 @@ from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.worker_host import HostSetup
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
-from millstream.run.rollout_worker import RolloutWorkerSetup, build_environments
+from millstream.run.rollout_worker import RolloutWorkerSetup, build_environments, wait_until_blocked
 from millstream.store.coordinator import StorePlan
 from millstream.types import RequestKey, Sampling, Task
 from support.agents import Model
@@ -144,6 +144,20 @@ def test_a_worker_serves_the_agents_that_it_plays(tmp_path: Path) -> None:
 
     (part,) = asyncio.run(program()).parts
     assert part.reward == 1.0 and len(model.requests) == 2
+
+
+def test_a_worker_that_was_paused_does_not_count_as_blocked_and_one_whose_event_loop_stands_still_does() -> None:
+    num_turns = 0
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        """Sleeps 3, 6 and 9 are in a pause of the process: no turn, however long they were. From 12 on the loop is blocked."""
+        nonlocal num_turns
+        slept.append(seconds)
+        num_turns += len(slept) % 3 != 0 and len(slept) < 12
+
+    wait_until_blocked(lambda: num_turns, 60.0, sleep)
+    assert slept == [15.0] * 15
 
 
 @pytest.mark.parametrize(

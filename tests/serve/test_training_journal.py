@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -68,6 +68,41 @@ def test_a_snapshot_counts_when_it_is_whole_and_not_before(tmp_path: Path) -> No
     journal.append(ENTRIES[4])
     assert reopened(tmp_path) == (info, ENTRIES[2:])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "journal-1", "snapshot-1"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "number"),
+    [*(("os.fsync", number) for number in range(6)), *(("pathlib.Path.replace", n) for n in (0, 1))],
+)
+def test_whichever_sync_or_rename_of_a_snapshot_fails_no_request_is_lost_and_nothing_partial_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, number: int
+) -> None:
+    journal = RequestJournal(tmp_path)
+    for entry in ENTRIES[:3]:
+        journal.append(entry)
+    info, calls = SnapshotInfo(version=2, next_seq_id=3), 0
+    real = {"os.fsync": os.fsync, "pathlib.Path.replace": Path.replace}[broken]
+
+    def sometimes(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return fail() if calls == number + 1 else real(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(broken, sometimes)
+        journal.begin_next(lambda folder: folder.joinpath("learner.pt").touch(), info, ENTRIES[2:3])
+    is_renamed = (broken, number) == ("os.fsync", 5)  # the last: only the rename itself may not be on the disk yet
+    old, new = ["journal-0"], ["current", "journal-1", "snapshot-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*old, *new] if is_renamed else old)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr("os.fsync", fail)
+        journal.append(ENTRIES[3])
+    journal.append(ENTRIES[4])
+    assert sorted(path.name for path in tmp_path.iterdir()) == (new if is_renamed else old)
+    whole = SnapshotInfo(version=0, next_seq_id=1), [*ENTRIES[:3], ENTRIES[4]]
+    assert reopened(tmp_path) == ((info, [ENTRIES[2], ENTRIES[4]]) if is_renamed else whole)
+    journal.begin_next(lambda folder: None, info, [])
+    assert reopened(tmp_path) == (info, [])
 
 
 def test_results_are_bounded_and_those_that_no_client_comes_for_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from millstream.model.lora import LoraConfig
 from millstream.serve.http import HttpError
 from millstream.serve.training.losses import CLIENT_LOSSES, loss_named
 from millstream.types import TrainRow
-from support.tiny import VOCABULARY, make
+from support.tiny import VOCABULARY, make, make_small
 
 SETTINGS: dict[str, dict[str, float]] = {
     "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
@@ -187,3 +187,38 @@ def test_a_pass_adds_the_gradient_that_a_learner_of_rows_adds() -> None:
     asyncio.run(both())
     for name, weight in trained_weights(twin).items():
         assert torch.allclose(trained_weights(model)[name].grad, weight.grad, atol=1e-5, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_pass_that_fails_half_way_leaves_the_gradient_that_was_there(dtype: torch.dtype, has_gradient: bool) -> None:
+    model, rows = make_small("qwen3", dtype), direct_rows("cross_entropy")
+    learner = Trainer(model, LearnerConfig(micro_batch_tokens=22), supervised())  # two passes
+    _, loss = loss_named("cross_entropy", {})
+    num_backward = 0
+
+    def fail(_: Any) -> None:
+        nonlocal num_backward
+        num_backward += 1
+        if num_backward == 2:  # after the gradient of later layers
+            raise RuntimeError("a device failed")
+
+    async def run() -> None:
+        if has_gradient:
+            await learner.forward_backward(rows, loss)
+        before = {name: gradient.clone() for name, gradient in learner.optimizer.gradients().items()}
+        hook = model.get_input_embeddings().weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="a device failed"):
+            await learner.forward_backward(rows, loss)
+        hook.remove()
+        after = learner.optimizer.gradients()
+        assert after.keys() == before.keys() and bool(before) == has_gradient
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        await learner.forward_backward(rows, loss)
+        if not has_gradient:
+            return
+        for name, gradient in learner.optimizer.gradients().items():
+            assert torch.allclose(gradient, 2 * before[name], rtol=1e-3, atol=1e-4), name
+
+    asyncio.run(run())
+    assert num_backward == 2

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
+from msgspec.msgpack import encode
 
 from millstream.errors import RowsLost, StoreError
-from millstream.store import Reads
+from millstream.store import Reads, wire
 from millstream.store.blocks import Block, Packing
 from millstream.store.client import StoreClient
 from millstream.store.host import SharedStore, make_plan
+from millstream.store.journal import Journal, JournalRecord, apply_change, state_of
+from millstream.store.rows import BlockSpec
+from millstream.store.table import RowTable
 
 COLUMNS = {"tokens": [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)], "reward": [0.5, 1.0]}
 
@@ -113,6 +119,29 @@ def test_a_claim_may_leave_payloads_closed_where_the_small_columns_came_with_the
     asyncio.run(run())
 
 
+def test_a_snapshot_may_leave_out_what_is_held_for_a_step_and_does_not_read_it(store: SharedStore) -> None:
+    async def run() -> None:
+        driver = await store.connect("driver")
+        for group_id in (20, 21):
+            rows = await driver.stage({"tokens": COLUMNS["tokens"]}, small={"reward": COLUMNS["reward"]})
+            await driver.put_staged(group_id, rows)
+        await driver.close_groups([20])
+        await driver.acknowledge(await driver.claim("train"), step=9)
+        whole, rest = await driver.snapshot(), await driver.snapshot(with_held=False)
+        assert [row.group_id for row in whole.rows] == [20, 20, 21, 21] and len(whole.steps) == 2
+        assert [row.group_id for row in rest.rows] == [21, 21] and not rest.steps
+        assert (whole.is_closed, rest.is_closed) == ({20: True, 21: False}, {21: False})
+        reply = await driver._connection.call(wire.ReadPartition("train", with_held=False))
+        assert len(reply.granted.blocks) == 2, "the payload and the small columns of one group"
+        await driver.drop_partition("train")
+        await driver.restore(rest)
+        assert (await driver.stats()).rows == 2
+        await driver.drop_partition("train")
+        await driver.close()
+
+    asyncio.run(run())
+
+
 def test_a_column_that_one_client_has_packed_is_written_by_another_unless_its_process_is_gone(
     store: SharedStore,
 ) -> None:
@@ -144,3 +173,55 @@ def test_cells_of_one_value_each_take_the_room_of_that_value() -> None:
     expected = [np.full(10_000, 0.5, np.float32), np.zeros(0, np.float32), np.full(1, -2.0, np.float32)]
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(cells, expected, strict=True))
     assert [len(cell) for cell in Block(packed(10).to_bytes()).cells("advantages", 1, 2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("small", "group_ids", "why"),
+    [
+        (BlockSpec(("tokens",), 1, None), [1, 1], "tokens twice"),
+        (BlockSpec(("reward",), 101, None), [1, 1], "101 bytes at once"),
+        (BlockSpec(("reward",), 100, None), [1, 1], "a store that has 150"),
+        (BlockSpec(("reward",), 1, None), [], "no row"),
+    ],
+)
+def test_a_put_whose_small_columns_are_refused_changes_nothing(
+    small: BlockSpec[None], group_ids: list[int], why: str
+) -> None:
+    table = RowTable({"train": Reads(("tokens", "reward"))}, capacity_bytes=100)
+
+    def put(group_ids: list[int], nbytes: int, small: BlockSpec[None] | None) -> None:
+        nums, block = [0] * len(group_ids), BlockSpec(("tokens",), nbytes, None)
+        apply_change(table, wire.PutRows("train", group_ids, block, nums, nums, None, small), 0.0)
+
+    def state() -> object:
+        return state_of(table, {}, {}, [])
+
+    put([0], 60, None)
+    before = encode(state())
+    with pytest.raises(StoreError, match=why):
+        put(group_ids, 90, small)
+    assert encode(state()) == before
+    put([1], 40, BlockSpec(("reward",), 1, None))
+    assert (table.num_rows, table.num_bytes) == (2, 101)
+
+
+def test_a_journal_that_cannot_be_rewritten_stays_as_it_was_and_leaves_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal.msgpack")
+    records = [JournalRecord("", number, 0.0, wire.FinishPartition("train")) for number in range(3)]
+    journal.append(records[0])
+
+    def fail(*_: object) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    for name in ("os.write", "pathlib.Path.replace"):
+        with monkeypatch.context() as broken, pytest.raises(OSError, match="No space"):
+            broken.setattr(name, fail)
+            journal.rewrite(records[1])
+        assert [path.name for path in tmp_path.iterdir()] == ["journal.msgpack"]
+    journal.append(records[2])
+    assert [record.number for record in journal.read()] == [0, 2]
+    journal.rewrite(records[1])
+    assert [record.number for record in Journal(tmp_path / "journal.msgpack").read()] == [1]
+    journal.close()

@@ -199,8 +199,10 @@ class Optimizer:
         return StepResult(norm, rate, is_skipped)
 
     def zero_grad(self) -> None:
-        """Drop the gradient that was added up since the last step."""
+        """Drop the gradient that was added up since the last step, and what a pass that failed has left unfinished."""
         self._adam.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _skip(self, norm: float, suspects: list[str]) -> None:
         self._num_skipped_in_a_row += 1

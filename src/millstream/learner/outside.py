@@ -42,6 +42,7 @@ COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages")
 OPTIONAL = ("reference", "values", "proximal", "returns")
 RUN_METRICS = {"micro_batch_tokens"}  # that the pipeline acts on (`pipeline.batch`)
 MAX_METRICS = 256
+DTYPES = ("F64", "F32", "F16", "BF16")  # of published tensors, as safetensors names them
 
 
 class OfferedBatches(MemoryStore):
@@ -235,5 +236,6 @@ def published_files(where: str, offered: Path) -> list[Path]:
 def check_tensor(what: str, header: Any, own: Tensor) -> None:
     """By the header of its file. Raises `StoreError`."""
     dtype, shape = header.get_dtype(), header.get_shape()
-    if "F" not in dtype or shape != list(own.shape):
-        raise StoreError(f"malformed: {what} is {dtype} {shape}, expected floating point of shape {list(own.shape)}")
+    if dtype not in DTYPES or shape != list(own.shape):
+        known = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+        raise StoreError(f"malformed: {what} is {dtype} {shape}, expected {known} of shape {list(own.shape)}")

@@ -126,8 +126,9 @@ class Trainer:
         return await self._thread.call(lambda: self._score(rows, loss, is_backward=False))
 
     async def forward_backward(self, rows: Sequence[DirectRow], loss: DirectLoss) -> list[RowScore]:
-        """As `forward`; and the gradient of the sum of all losses is added to that of earlier calls."""
-        return await self._thread.call(lambda: self._score(rows, loss, is_backward=True))
+        """As `forward`; and the gradient of the sum of all losses is added to that of earlier calls. If this raises, nothing
+        is added."""
+        return await self._thread.call(lambda: self._add_gradient(rows, loss))
 
     async def step_with(self, adam: AdamSettings) -> StepResult:
         return await self._thread.call(lambda: self.optimizer.step_with(adam))
@@ -187,6 +188,14 @@ class Trainer:
         """Wait for the device: the caller uses another stream."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _add_gradient(self, rows: Sequence[DirectRow], loss: DirectLoss) -> list[RowScore]:
+        before = {name: gradient.clone() for name, gradient in self.optimizer.gradients().items()}
+        try:
+            return self._score(rows, loss, is_backward=True)
+        except BaseException:
+            self.optimizer.set_gradients(before)
+            raise
 
     def _score(self, rows: Sequence[DirectRow], loss: DirectLoss, *, is_backward: bool) -> list[RowScore]:
         def one_pass(some: Sequence[DirectRow]) -> list[RowScore]:

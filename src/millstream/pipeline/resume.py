@@ -18,7 +18,7 @@ from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.parts import Parts
 from millstream.pipeline.reschedule import Changed, take_over
 from millstream.pipeline.rollouts import Rollouts
-from millstream.pipeline.schema import SETTLE
+from millstream.pipeline.schema import SETTLE, SharedColumns
 from millstream.pipeline.settle import GroupFinalizer
 from millstream.pipeline.state import Checkpointer, GroupState, LearnerAndCritic, Ledger, PipelineState
 from millstream.store import Saved
@@ -66,7 +66,9 @@ class Resumption:
     async def capture(self) -> PipelineState:
         """To be called between two batches. Groups may be admitted while the store answers, so everything else is read after
         it. A group whose rollouts are being aborted is rolled out again by a resumed run."""
-        rows = _without_trained(await self._context.store.snapshot())
+        store = self._context.store
+        # rows that are held for a learner that reads them again are trained, and in its checkpoint
+        rows = await (store.snapshot(with_held=False) if isinstance(store, SharedColumns) else store.snapshot())
         cancelled = self._finalizer.cancelled
         stored: dict[int, set[int]] = {}
         for row in rows.rows:
@@ -169,13 +171,3 @@ class Resumption:
         group.to_do = set()
         if to_do:
             self._rollouts.start(group_id, task, self._admission.place(group_id), to_do)
-
-
-def _without_trained(saved: Saved) -> Saved:
-    """Rows that were acknowledged for a step are in the learner's checkpoint. The store has them until that is written."""
-    if not saved.steps:
-        return saved
-    trained = {row.group_id for row in saved.rows if row.row_id in saved.steps}
-    rows = tuple(row for row in saved.rows if row.row_id not in saved.steps)
-    is_closed = {group_id: closed for group_id, closed in saved.is_closed.items() if group_id not in trained}
-    return replace(saved, rows=rows, is_closed=is_closed, steps={})

@@ -11,7 +11,7 @@ import numpy as np
 from millstream.learner import Scorer
 from millstream.learner.base import reads_store
 from millstream.pipeline.grouping import row_order
-from millstream.store import Lease, Reads
+from millstream.store import Lease, Reads, Saved
 from millstream.store.wire import PackedBlock
 from millstream.types import Mask, StoredRow, Tokens, TrainRow
 
@@ -55,6 +55,8 @@ class SharedColumns(Protocol):
     def open_only(self, task: str, columns: Sequence[str]) -> None: ...
 
     async def write_staged(self, row_ids: Sequence[int], block: PackedBlock, *, overwrite: bool = False) -> None: ...
+
+    async def snapshot(self, *, partition: str = "train", with_held: bool = True) -> Saved: ...
 
 
 def store_tasks(

@@ -49,7 +49,8 @@ class WeightSync:
         self._router = router
         self._is_in_lockstep = is_in_lockstep
         self._notifier = Notifier()  # when a task of an engine may have something to do, and not at every group
-        router.listeners.append(lambda change: self._notifier.notify())
+        router.listeners.append(lambda change: self._notify())
+        self._num_requests: dict[Engine, int] = {}  # at the last notification: all compare the same numbers
         self._num_loading = 0
         self._ready: set[Engine] = set()  # that load as soon as there is a newer version and it is their turn
         self._has_warned = False
@@ -75,7 +76,7 @@ class WeightSync:
         )
         now = self._context.now()
         self._context.emit(WeightsPublished(at=now, version=version, seconds=now - began))
-        self._notifier.notify()
+        self._notify()
         self._context.notifier.notify()
 
     async def sync(self, engine: Engine) -> None:
@@ -109,7 +110,7 @@ class WeightSync:
                     failure = error
                 finally:
                     self._num_loading -= 1
-                    self._notifier.notify()
+                    self._notify()
                     self._context.notifier.notify()
                 if num_failed:
                     await self._back_off(engine, owner, failure, num_failed)
@@ -117,7 +118,7 @@ class WeightSync:
             self._router.lose(engine, error)
         finally:
             self._ready.discard(engine)
-            self._notifier.notify()  # it may have been the one that others let load first
+            self._notify()  # it may have been the one that others let load first
 
     def is_everywhere(self) -> bool:
         """Whether every engine serves the newest version."""
@@ -221,17 +222,25 @@ class WeightSync:
         """Whether it is to load a newer version. An engine that is pinned loads none."""
         return self._channel.version > engine.version and not self._router.pins.is_pinned(engine)
 
+    def _notify(self) -> None:
+        """An engine's own count includes the requests of rollout workers; the router's, those that were just sent."""
+        stats = {engine: engine.stats() for engine in self._router.engines}
+        self._num_requests = {
+            engine: max(self._router.num_requests(engine), one.running + one.waiting) for engine, one in stats.items()
+        }
+        self._notifier.notify()
+
     def _may_load(self, engine: Engine) -> bool:
         if self._is_in_lockstep:
             return True
-        has, num = self._router.num_requests(engine), len(self._router.engines)
+        has, num = self._num_requests.get(engine, 0), len(self._router.engines)
         places = max(1, num // 2 if has else num - 1) - self._num_loading
         if places < 1:
             return False
         before = (
             one
             for one in self._ready
-            if self._router.num_requests(one) < has and self._is_behind(one) and self._serves(one)
+            if self._num_requests.get(one, 0) < has and self._is_behind(one) and self._serves(one)
         )
         return len(list(islice(before, places))) < places
 

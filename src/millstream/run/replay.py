@@ -30,6 +30,7 @@ from millstream.learner.base import StoreScorer, reads_store
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.retry import BackOff, Retry
 from millstream.run.replay_log import CheckpointView, LearnerCall, ReplayLog
+from millstream.store.segments import MIN_FREE_BYTES, free_shared_memory
 from millstream.store.wire import PackedBlock
 from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
@@ -38,7 +39,13 @@ MAX_LEARNER_RESTARTS = (
     5  # each sealed checkpoint gives one back; beyond them, the fault is not one that a new process repairs
 )
 LEARNER_BACK_OFF = BackOff(first_s=0.5)
-MAX_LOG_BYTES = 256 << 20  # of rows in the log: beyond it the next checkpoint is made as soon as possible
+LOG_SHARE = 8  # rows in the log may have this part of the shared memory that is free when the run starts
+
+
+def max_log_bytes(free: int | None) -> int:
+    """Of rows in the log: beyond it the next checkpoint is made as soon as possible. `free`: of the shared memory, where the
+    rows of a store are; if that is too little, the store does not use it either."""
+    return MIN_FREE_BYTES if free is None or free < MIN_FREE_BYTES else free // LOG_SHARE
 
 
 class Replayable(Protocol):
@@ -85,6 +92,7 @@ class Replayed(Generic[InnerT]):
         self._progress = progress
         self._in_thread = in_thread
         self._log = ReplayLog(version)
+        self._max_log_bytes = max_log_bytes(free_shared_memory())
         self._first_version = version
         self._first_checkpoint: Path | None = None  # None: the first state is what `make` builds
         self._retry = Retry(LEARNER_BACK_OFF, max_failures=MAX_LEARNER_RESTARTS)
@@ -173,10 +181,10 @@ class Replayed(Generic[InnerT]):
 
     def _append(self, call: LearnerCall) -> None:
         self._log.append(call)
-        if self._log.num_bytes <= MAX_LOG_BYTES:
+        if self._log.num_bytes <= self._max_log_bytes:
             return
         self._checkpoints.hurry()
-        if self._log.num_bytes > 2 * MAX_LOG_BYTES and not self._has_warned:
+        if self._log.num_bytes > 2 * self._max_log_bytes and not self._has_warned:
             self._has_warned = True
             message = (
                 f"{self._log.num_bytes >> 20} MiB of rows were trained since version {self._log.since} and are kept until a "

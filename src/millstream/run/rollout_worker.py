@@ -30,7 +30,7 @@ from millstream.env.rewards import RewardConfig, prepare_rewards
 from millstream.events.sinks import Tee
 from millstream.model.load import load_tokenizer, set_up_cpu
 from millstream.pipeline.worker_host import HostSetup, OnBroken, OpenLine, ToDriver, ToWorker, WorkerHost
-from millstream.pipeline.workers import OnExit, OnMessage, WorkerPlan
+from millstream.pipeline.workers import NUM_CHECKS, OnExit, OnMessage, WorkerPlan
 from millstream.rpc.call import Channel, Packet, PacketKind, Remote, typed_decoder
 from millstream.rpc.process import Launcher, LocalLauncher, own_node
 from millstream.rpc.serve import end_process, exit_with
@@ -199,18 +199,29 @@ def _connect_engine(order: OpenLine, on_version: Callable[[], None], on_broken: 
 
 def _exit_if_blocked(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
     """An environment or a reward that blocks the event loop stops every rollout of the worker: it ends, and is replaced."""
-    turned_at = time.monotonic()
+    num_turns = 0
 
     def turn() -> None:
-        nonlocal turned_at
-        turned_at = time.monotonic()
+        nonlocal num_turns
+        num_turns += 1
         loop.call_later(1.0, turn)
 
     def watch() -> None:
-        while time.monotonic() - turned_at < limit_s:
-            time.sleep(limit_s / 4)
+        wait_until_blocked(lambda: num_turns, limit_s)
         faulthandler.dump_traceback(all_threads=True)
         end_process()
 
     turn()
     threading.Thread(target=watch, name="event loop watchdog", daemon=True).start()
+
+
+def wait_until_blocked(
+    num_turns: Callable[[], int], limit_s: float, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Returns when the event loop has not turned for `limit_s`. The time in which the whole process was paused, or the machine
+    suspended, counts as one check of several: the loop turns before the next."""
+    num_missed = 0
+    while num_missed < NUM_CHECKS:
+        before = num_turns()
+        sleep(limit_s / NUM_CHECKS)
+        num_missed = num_missed + 1 if num_turns() == before else 0

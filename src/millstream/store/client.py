@@ -327,8 +327,9 @@ class StoreClient:
 
     # ---- whole partitions --------------------------------------------------------------------------------------------
 
-    async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        reply: wire.PartitionReply = await self._connection.call(wire.ReadPartition(partition))
+    async def snapshot(self, *, partition: str = TRAIN, with_held: bool = True) -> Saved:
+        """`with_held`: also rows that were acknowledged for a step, and that no checkpoint covers yet."""
+        reply: wire.PartitionReply = await self._connection.call(wire.ReadPartition(partition, with_held))
         return saved_of(reply.content, _cells_of_rows(reply.granted, await self._payloads.open(reply.granted)))
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:

@@ -12,6 +12,7 @@ at any moment: its journal has every change that a client knows of, and clients 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 import traceback
@@ -45,6 +46,7 @@ from millstream.store.sessions import DISCONNECT_S, ClientSession, ClientSession
 from millstream.store.table import RowTable
 from millstream.store.waiting import ClaimQueues, PutQueue, ReadyWatch
 
+logger = logging.getLogger(__name__)
 MAX_LOST = 100_000
 SWEEP_S = 60.0
 """How long a producer from before a restart may take to fill its segment."""
@@ -135,7 +137,10 @@ class Coordinator:
         if answer is not None:
             session.answer(number, answer)
         if self._journal.is_long:
-            self._rewrite_journal()
+            try:
+                self._rewrite_journal()
+            except OSError as error:  # such as a full disk: the long one counts
+                logger.warning('the journal in "%s" stays long: %s', self._plan.journal, error)
 
     def _handle(self, session: ClientSession, number: int, body: wire.RequestBody) -> wire.ReplyBody | None:
         """The answer, or None if it comes later."""
@@ -159,8 +164,8 @@ class Coordinator:
             case wire.ReadRows():
                 return self._locate(session, 0, [self._row(row_id) for row_id in body.row_ids], [])
             case wire.ReadPartition():
-                rows = list(self.table.partition(body.partition).rows.values())
-                return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition))
+                rows = self.table.rows_to_save(body.partition, with_held=body.with_held)
+                return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition, rows))
             case wire.GetStats():
                 consumers = [*self._claims.waiters(), *self._watch.waiters()]
                 stats = self.table.stats(self._clock.now(), consumers, self._puts.waiters())

@@ -146,15 +146,18 @@ class Journal:
         return self._size > max(MIN_BYTES, 4 * self._size_of_state)
 
     def rewrite(self, state: JournalRecord) -> None:
-        """Replace all records by the state that they lead to."""
+        """Replace all records by the state that they lead to. Raises OSError if that cannot be written; the journal is then as
+        before, and not long until it has doubled."""
         data, fresh = _with_header(self._encoder.encode(state)), self._path.with_suffix(".new")
+        self._size_of_state = self._size // 2
         number = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             _write_all(number, data)
+            fresh.replace(self._path)
         except OSError:
             os.close(number)
+            fresh.unlink(missing_ok=True)
             raise
-        fresh.replace(self._path)
         os.close(self._file)
         self._file = number
         self._size = len(data)
@@ -181,10 +184,15 @@ def apply_change(table: RowTable, change: Change, now: float) -> wire.ReplyBody:
     """Carry out a change, now or while the journal is replayed. Raises `StoreError`, and then nothing has changed."""
     match change:
         case wire.PutRows(partition=partition, versions=versions, tokens=tokens):
-            block, group_ids = change.block, change.group_ids
-            ids = table.put(group_ids, block, versions=versions, tokens=tokens, partition=partition, now=now)
-            if change.small is not None:
-                table.write(ids, change.small)
+            ids = table.put(
+                change.group_ids,
+                change.block,
+                small=change.small,
+                versions=versions,
+                tokens=tokens,
+                partition=partition,
+                now=now,
+            )
             return wire.RowsAdded(ids.start, len(ids))
         case wire.WriteCells():
             table.write(change.row_ids, change.block, overwrite=change.overwrite)

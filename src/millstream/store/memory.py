@@ -134,9 +134,9 @@ class MemoryStore:
         self._puts.serve()
         return num_rows
 
-    async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        cells = [_cells_of(row) for row in self._table.partition(partition).rows.values()]
-        return saved_of(self._table.content(partition), cells)
+    async def snapshot(self, *, partition: str = TRAIN, with_held: bool = True) -> Saved:
+        rows = self._table.rows_to_save(partition, with_held=with_held)
+        return saved_of(self._table.content(partition, rows), [_cells_of(row) for row in rows])
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
         blocks = [block_of(columns)[0] for columns in saved_columns(saved)]

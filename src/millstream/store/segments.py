@@ -42,11 +42,17 @@ STEPS = 8
 """Sizes of segments per doubling: at most an eighth of a segment is unused."""
 
 
+def free_shared_memory() -> int | None:
+    """Bytes; None: there is none that this process may use."""
+    is_there = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
+    return shutil.disk_usage(SHARED_MEMORY).free if is_there else None
+
+
 def segment_folder(store: str, node: str) -> Path:
     """The folder of a node's segments: in memory, or on disk where a container has next to no shared memory."""
     name = f"millstream-{store}-{node}"
-    is_there = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
-    if is_there and ((SHARED_MEMORY / name).is_dir() or shutil.disk_usage(SHARED_MEMORY).free >= MIN_FREE_BYTES):
+    free = free_shared_memory()
+    if free is not None and ((SHARED_MEMORY / name).is_dir() or free >= MIN_FREE_BYTES):
         return SHARED_MEMORY / name
     return Path(tempfile.gettempdir()) / name
 

@@ -135,8 +135,8 @@ class ShardedClient:
 
     # ---- whole partitions --------------------------------------------------------------------------------------------
 
-    async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        return await self._having(partition).snapshot(partition=partition)
+    async def snapshot(self, *, partition: str = TRAIN, with_held: bool = True) -> Saved:
+        return await self._having(partition).snapshot(partition=partition, with_held=with_held)
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
         shard = self._having(partition)

@@ -127,13 +127,17 @@ class RowTable:
         tokens: Sequence[int],
         partition: str,
         now: float,
+        small: BlockSpec[Any] | None = None,
     ) -> range:
+        """`small`: further columns of these rows. Raises `StoreError`: then nothing has changed."""
         part = self.partition(partition)
         groups = part.open_groups(group_ids)
         self._check_groups(part, groups)
         num_rows = len(group_ids)
         if self.next_row + num_rows >> GENERATION_SHIFT:
             raise StoreError("the store has run out of row ids: begin a new one")
+        if small is not None:
+            self._check_small(small, block, num_rows)
         first = self.generation << GENERATION_SHIFT | self.next_row
         self.next_row += num_rows
         ids = range(first, first + num_rows)
@@ -141,7 +145,17 @@ class RowTable:
         part.offer(self._add(part, groups, lines, self._new_block(block, num_rows, partition), now))
         self.rows_put += num_rows
         self.operations["put"] += 1
+        if small is not None:
+            self.write(ids, small)
         return ids
+
+    def _check_small(self, small: BlockSpec[Any], block: BlockSpec[Any], num_rows: int) -> None:
+        """Raises for what `write` would refuse after the put."""
+        self._check_written(small.nbytes, self.num_bytes + block.nbytes)
+        if twice := set(small.columns) & set(block.columns):
+            raise StoreError(f"a put has {', '.join(sorted(twice))} twice: a cell is written once")
+        if not num_rows:
+            raise StoreError("a put of small columns has no row")
 
     def _add(
         self,
@@ -182,11 +196,14 @@ class RowTable:
             block.num_live += 1
             row.present |= block.mask
 
-    def write(self, row_ids: Sequence[int], spec: BlockSpec[Any], *, overwrite: bool = False) -> None:
-        self.check_size(0, spec.nbytes)
-        if self.capacity_bytes is not None and self.num_bytes + spec.nbytes > WRITTEN_FACTOR * self.capacity_bytes:
-            found = f"{spec.nbytes} bytes to a store that has {self.num_bytes}"
+    def _check_written(self, nbytes: int, held: int) -> None:
+        self.check_size(0, nbytes)
+        if self.capacity_bytes is not None and held + nbytes > WRITTEN_FACTOR * self.capacity_bytes:
+            found = f"{nbytes} bytes to a store that has {held}"
             raise StoreError(f"{found}: writes may fill it to {WRITTEN_FACTOR * self.capacity_bytes}. Free rows first")
+
+    def write(self, row_ids: Sequence[int], spec: BlockSpec[Any], *, overwrite: bool = False) -> None:
+        self._check_written(spec.nbytes, self.num_bytes)
         rows, mask = [self.row(row_id) for row_id in row_ids], self.tasks.mask(spec.columns)
         if len(set(row_ids)) != len(row_ids) or not rows:
             raise StoreError("a row is named twice in one write, or none is")
@@ -314,9 +331,14 @@ class RowTable:
 
     # ---- whole partitions --------------------------------------------------------------------------------------------
 
-    def content(self, partition: str) -> PartitionContent:
+    def rows_to_save(self, partition: str, *, with_held: bool) -> list[RowEntry]:
+        """The rows of a snapshot. `with_held`: also those that were acknowledged for a step."""
+        return [row for row in self.partition(partition).rows.values() if with_held or not row.steps]
+
+    def content(self, partition: str, rows: Sequence[RowEntry]) -> PartitionContent:
+        """Of these rows, and without groups that have others only."""
         part = self.partition(partition)
-        rows = list(part.rows.values())
+        kept = {row.group.id for row in rows}
         names = {task.bit: task.name for task in self.tasks.all}
         return PartitionContent(
             row_ids=[row.id for row in rows],
@@ -324,7 +346,7 @@ class RowTable:
             versions=[row.version for row in rows],
             tokens=[row.tokens for row in rows],
             steps=[{names[bit]: step for bit, step in row.steps} for row in rows],
-            is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
+            is_closed={id_: group.is_closed for id_, group in part.groups.items() if id_ in kept or not group.rows},
             acknowledged=part.acknowledged(),
             generation=self.generation,
         )

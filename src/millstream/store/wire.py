@@ -161,7 +161,9 @@ class DropPartition(PartitionRequest): ...
 
 
 class ReadPartition(PartitionRequest):
-    """All rows of a partition, for a snapshot."""
+    """All rows of a partition, for a snapshot. `with_held`: also those that were acknowledged for a step."""
+
+    with_held: bool = True
 
 
 class ReadRows(_Tagged):

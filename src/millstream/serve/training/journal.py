@@ -56,14 +56,23 @@ class CheckpointInfo(Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, str] | None = None
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Whole or not at all: if this raises, what was there before is there."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Whole or not at all, and on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, data)
     sync_path(path.parent)
 
 
@@ -99,6 +108,7 @@ class RequestJournal:
         self._folder = folder
         self.number = int((folder / CURRENT).read_text()) if (folder / CURRENT).exists() else 0
         self.num_bytes = 0
+        self._before: int | None = None  # the number that counts on the disk, until a rename is known to be there
         self._file = self._path_of(self.number).open("ab", buffering=0)
 
     def _path_of(self, number: int) -> Path:
@@ -112,6 +122,7 @@ class RequestJournal:
     def append(self, entry: JournalEntry) -> None:
         """It is on the disk when this returns. Raises `OSError` if it is not; then nothing of it is."""
         try:
+            self._sync_number()
             self.num_bytes += write_records(self._file, [entry])
         except OSError:
             os.ftruncate(self._file.fileno(), self.num_bytes)
@@ -139,27 +150,48 @@ class RequestJournal:
         return msgspec.msgpack.decode((folder / SNAPSHOT).read_bytes(), type=SnapshotInfo)
 
     def begin_next(self, write: Callable[[Path], None], info: SnapshotInfo, waiting: Sequence[JournalEntry]) -> None:
-        """A new snapshot, and a new journal with the requests that are still to be computed. Raises `OSError` if they cannot be
-        written: then the old ones stay."""
+        """A new snapshot, and a new journal with the requests that are still to be computed. Raises what `write` does, or
+        `OSError` if they cannot be written: then the old ones stay, and nothing of the new ones does. From the rename of the
+        number on the new ones count; if that cannot be made durable, `append` tries again before it writes."""
+        self._sync_number()
         before, number = self.number, self.number + 1
-        folder = self._folder / f"snapshot-{number}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        write(folder)
-        sync_files(folder)
-        write_synced(folder / SNAPSHOT, msgspec.msgpack.encode(info))
-        self._path_of(number).unlink(missing_ok=True)  # left by a failure
-        file = self._path_of(number).open(
-            "ab", buffering=0
-        )  # whatever was cut off: the next record follows the last one
-        num_bytes = write_records(file, waiting)
-        write_synced(self._folder / CURRENT, str(number).encode())
+        self._remove(number)  # left by a crash
+        file: FileIO | None = None
+        try:
+            self._write_snapshot(number, write, info)
+            # whatever is cut off: the next record follows the last one
+            file = self._path_of(number).open("ab", buffering=0)
+            num_bytes = write_records(file, waiting)
+            write_whole(self._folder / CURRENT, str(number).encode())
+        except BaseException:
+            if file is not None:
+                file.close()
+            self._remove(number)
+            raise
         self._file.close()
         self._file = file
         self.number = number
         self.num_bytes = num_bytes
-        shutil.rmtree(self._folder / f"snapshot-{before}", ignore_errors=True)
-        self._path_of(before).unlink(missing_ok=True)
+        self._before = before
+        self._sync_number()
+
+    def _write_snapshot(self, number: int, write: Callable[[Path], None], info: SnapshotInfo) -> None:
+        folder = self._folder / f"snapshot-{number}"
+        folder.mkdir()
+        write(folder)
+        sync_files(folder)
+        write_synced(folder / SNAPSHOT, msgspec.msgpack.encode(info))
+
+    def _sync_number(self) -> None:
+        """What counted before is removed when the disk has the new number."""
+        if self._before is not None:
+            sync_path(self._folder)
+            self._remove(self._before)
+            self._before = None
+
+    def _remove(self, number: int) -> None:
+        shutil.rmtree(self._folder / f"snapshot-{number}", ignore_errors=True)
+        self._path_of(number).unlink(missing_ok=True)
 
     def close(self) -> None:
         self._file.close()
