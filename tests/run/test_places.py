@@ -31,6 +31,7 @@ from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.run.backend import BackendContext, LocalBackend
 from millstream.run.build import gpu_share, has_learner_process
 from millstream.run.check import check_combinations
+from millstream.run.check_machine import checked_machine
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, visible_gpus, with_places
 from millstream.run.places import (
@@ -390,6 +391,19 @@ def test_on_one_gpu_and_on_a_cpu_nothing_is_changed(tmp_path: Path) -> None:
         config, places = place(run(), node(gpus))
         assert places.environment("engine") == {} and config.engine.replicas == 1
     assert not has_learner_process(run("[engine]\nprocess = false"), make("llama"), run().learner)
+
+
+def test_on_one_gpu_an_engine_may_be_a_process_that_sees_the_same_gpu(
+    recorded: list[tuple[list[str], str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, places = place(run("[engine]\nprocess = true"), node(1))
+    assert list(checked_machine(node(1), config)) == [] and names(places) == (["0"], [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setattr("millstream.rpc.warm.WARM.fork", lambda *_, **__: None)
+    asyncio.run(made(config, places, tmp_path, "engine"))
+    ((words, seen),) = recorded
+    assert words[:4] == [sys.executable, "-m", "millstream.rpc.worker", "millstream.engine.native.process:serve_engine"]
+    assert seen == "5" and gpu_share(config, config.learner) == 1.0, "MPS has the share"
 
 
 def test_no_setup_of_an_engine_names_the_model_s_folder(tmp_path: Path) -> None:
