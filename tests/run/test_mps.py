@@ -104,8 +104,7 @@ def test_the_learner_has_a_share_of_the_gpu_and_the_engine_s_process_all_of_it(m
     assert (machine / "client").read_text().split() == seen, "it was tried before this process uses it"
     own.prepare(run())
     assert Path(os.environ[PIPES]) == folder, "a second run of this process uses the same"
-    assert own._keeper is not None
-    own._keeper.communicate()
+    own.end()
     assert ended(pid, folder) and (machine / "quits").read_text() == "quit\n"
 
 
@@ -143,17 +142,18 @@ def test_a_daemon_that_no_process_can_use_is_ended_again(machine: Path, caplog: 
     assert (machine / "quits").read_text() == "quit\n"
 
 
-def test_a_daemon_of_the_user_s_is_used_and_not_ended(machine: Path, tmp_path: Path) -> None:
+def test_a_daemon_of_the_user_s_is_used_and_not_ended(machine: Path) -> None:
     theirs = Mps(["true"])
     theirs.prepare(run())
     folder, share = os.environ[PIPES], os.environ.pop(PERCENTAGE)
     own = Mps(["true"])
     own.prepare(run("[engine]\nprocess = true\n[learner]\ngpu_share = 0.5\n[pipeline]\nmax_lag = 2"))
-    assert own._keeper is None and os.environ[PIPES] == folder
+    assert os.environ[PIPES] == folder
+    own.end()
+    assert not (machine / "quits").exists()
     assert (share, os.environ[PERCENTAGE]) == ("61", "50")
-    assert theirs._keeper is not None
     pid = daemon_of(Path(folder))
-    theirs._keeper.communicate()
+    theirs.end()
     assert ended(pid, Path(folder))
 
 

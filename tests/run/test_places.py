@@ -24,7 +24,7 @@ from millstream.config import convert
 from millstream.engine.native.process import engine_setup
 from millstream.engine.processes import LocalWeights
 from millstream.engine.vllm.engine import vllm_setup
-from millstream.errors import ConfigError, EngineError
+from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
 from millstream.model.load import load_model, model_weights, save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
@@ -435,6 +435,18 @@ def test_a_version_is_staged_once_for_all_engines_of_a_machine() -> None:
     finally:
         weights.close()
     assert not Path(first.path).exists() and not Path(refs[0].path).exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
+def test_engines_on_the_model_s_gpu_get_versions_from_its_memory_and_the_first_weights_from_the_host() -> None:
+    model = make("llama")
+    weights = LocalWeights(run().engine, model, is_on_gpu=True)
+    try:
+        assert list(weights.first().offers) == ["shared"]
+        with pytest.raises(WeightsError, match="ipc"):  # there is no GPU here
+            weights.publish(1, model_weights(model))
+    finally:
+        weights.close()
 
 
 # ---- the command -------------------------------------------------------------------------------------------------------

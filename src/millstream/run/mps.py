@@ -18,12 +18,12 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from millstream import folders
 from millstream.model.gpu_share import TRAINING_SHARE
 from millstream.run.config import RunConfig
 from millstream.run.device import visible_gpus
@@ -35,6 +35,7 @@ PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ALL = "100"
 START_S = 20.0
+END_S = 40.0
 ANSWER_S = 10.0
 ENDED_S = 10.0
 POLL_S = 0.5
@@ -44,8 +45,7 @@ KEEPER = f"""
 echo started
 exec > /dev/null 2>&1
 cat
-echo quit | timeout 30 {CONTROL}
-kill "$(cat "$1/nvidia-cuda-mps-control.pid")"
+echo quit | timeout 30 {CONTROL} || kill "$(cat "$1/nvidia-cuda-mps-control.pid")"
 rm -rf "$1"
 """
 CLIENT = """
@@ -64,6 +64,7 @@ class Mps:
     def __init__(self, client: Sequence[str] = (sys.executable, "-c", CLIENT)) -> None:
         self._client = client
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._pipe: int | None = None  # closed by the kernel when this process ends, and not before
         self._is_tried = False
         self._has_set_share = False
         self._lock = threading.Lock()
@@ -94,34 +95,41 @@ class Mps:
             return f"{CONTROL} is not on the PATH"
         if _uses_cuda():
             return "this process has used CUDA before the run: start the run in a process of its own"
-        if _asked(os.environ) is not None:
+        if _answers():
             return ""
         if others := _others():
             return f"other processes use the GPU ({', '.join(others)})"
-        folder = folders.make("millstream-mps-")
-        own = {PIPES: str(folder), LOGS: str(folder)}
+        folder = tempfile.mkdtemp(prefix="millstream-mps-")
+        own = {PIPES: folder, LOGS: folder}
         plain = {name: value for name, value in os.environ.items() if name not in (VISIBLE, PERCENTAGE)}
-        keeper = subprocess.Popen(
-            ["sh", "-c", KEEPER, "sh", str(folder)],
+        reading, self._pipe = os.pipe()
+        self._keeper = subprocess.Popen(
+            ["sh", "-c", KEEPER, "sh", folder],
             env={**plain, **own},  # the daemon knows all GPUs by their own numbers
-            stdin=subprocess.PIPE,
+            stdin=reading,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        why = self._why_not(keeper, {**os.environ, **own})
-        if why:
-            with suppress(subprocess.TimeoutExpired):
-                keeper.communicate(timeout=START_S)
-            folders.remove(folder)
+        os.close(reading)
+        if why := self._why_not({**os.environ, **own}):
+            self.end()
+            shutil.rmtree(folder, ignore_errors=True)
             return why
         os.environ.update(own)
-        self._keeper = keeper
         return ""
 
-    def _why_not(self, keeper: subprocess.Popen[bytes], environment: dict[str, str]) -> str:
-        assert keeper.stdout is not None
-        is_there = select.select([keeper.stdout], [], [], START_S)[0]
-        if not is_there or not keeper.stdout.readline():
+    def end(self) -> None:
+        """End the daemon of this process, if it has one, before this process ends: where nothing has used CUDA through it."""
+        if self._keeper is not None and self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+            with suppress(subprocess.TimeoutExpired):
+                self._keeper.communicate(timeout=END_S)
+
+    def _why_not(self, environment: dict[str, str]) -> str:
+        assert self._keeper is not None and self._keeper.stdout is not None
+        is_there = select.select([self._keeper.stdout], [], [], START_S)[0]
+        if not is_there or not self._keeper.stdout.readline():
             return f"{CONTROL} -d did not start a daemon"
         try:
             subprocess.run(self._client, env=environment, capture_output=True, text=True, timeout=CLIENT_S, check=True)
@@ -129,7 +137,7 @@ class Mps:
             return f"a process cannot use CUDA through it: {error.stderr.strip()}"
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"a process cannot use CUDA through it: {error}"
-        return "" if _asked(environment) else "it did not start a server"
+        return ""
 
 
 MPS = Mps()  # of this process
@@ -153,15 +161,13 @@ def mps_share(config: RunConfig) -> float:
     return TRAINING_SHARE if config.pipeline.max_lag > 0 else 1.0
 
 
-def _asked(environment: dict[str, str] | os._Environ[str]) -> str | None:
-    """The servers of the daemon that processes with this environment use; None: there is no daemon."""
+def _answers() -> bool:
+    """Whether there is a daemon that processes with this environment use."""
     try:
-        found = subprocess.run(
-            [CONTROL], input="get_server_list\n", env=environment, capture_output=True, text=True, timeout=ANSWER_S
-        )
+        asked = subprocess.run([CONTROL], input=b"get_server_list\n", capture_output=True, timeout=ANSWER_S)
+        return asked.returncode == 0
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() if found.returncode == 0 else None
+        return False
 
 
 def _uses_cuda() -> bool:
