@@ -2,7 +2,7 @@
 time.
 
 CUDA looks for the daemon of MPS when a process first uses it. So the daemon is started, and the environment of this process
-set, before that; processes that it starts inherit it. The daemon is this process's own, in a fresh folder, and lives as long:
+set, before that; processes that it starts inherit it. The daemon is this process's own, in a fresh folder, and ends with it:
 what has used CUDA through it cannot use CUDA without it. A keeper waits at a pipe for the end of this process, normal, by an
 error or by `kill -9`, then ends the daemon and removes the folder. Where there is a daemon already, that one is used.
 
