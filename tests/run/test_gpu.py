@@ -135,6 +135,8 @@ ALGORITHMS = {
     "a reference": ["algorithm={name='dapo', kl='loss', kl_estimator='k3', kl_coefficient=0.01}"],
     "a critic": ["algorithm={name='ppo'}", "pipeline.filter_zero_signal=false"],
     "adapters": ["learner.lora={rank=4}"],
+    "an engine in a process": ["engine.process=true"],
+    "adapters, and an engine in a process": ["learner.lora={rank=4}", "engine.process=true"],
 }
 
 

@@ -24,13 +24,14 @@ from millstream.config import convert
 from millstream.engine.native.process import engine_setup
 from millstream.engine.processes import LocalWeights
 from millstream.engine.vllm.engine import vllm_setup
-from millstream.errors import ConfigError, EngineError
+from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
 from millstream.model.load import load_model, model_weights, save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.run.backend import BackendContext, LocalBackend
 from millstream.run.build import gpu_share, has_learner_process
 from millstream.run.check import check_combinations
+from millstream.run.check_machine import checked_machine
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, visible_gpus, with_places
 from millstream.run.places import (
@@ -392,6 +393,19 @@ def test_on_one_gpu_and_on_a_cpu_nothing_is_changed(tmp_path: Path) -> None:
     assert not has_learner_process(run("[engine]\nprocess = false"), make("llama"), run().learner)
 
 
+def test_on_one_gpu_an_engine_may_be_a_process_that_sees_the_same_gpu(
+    recorded: list[tuple[list[str], str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, places = place(run("[engine]\nprocess = true"), node(1))
+    assert list(checked_machine(node(1), config)) == [] and names(places) == (["0"], [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setattr("millstream.rpc.warm.WARM.fork", lambda *_, **__: None)
+    asyncio.run(made(config, places, tmp_path, "engine"))
+    ((words, seen),) = recorded
+    assert words[:4] == [sys.executable, "-m", "millstream.rpc.worker", "millstream.engine.native.process:serve_engine"]
+    assert seen == "5" and gpu_share(config, config.learner) == 1.0, "MPS has the share"
+
+
 def test_no_setup_of_an_engine_names_the_model_s_folder(tmp_path: Path) -> None:
     """A node of a cluster needs no copy of it: it gets the description and the tokenizer as bytes, the weights by reference."""
     tokenizer = character_tokenizer("abc")
@@ -421,6 +435,18 @@ def test_a_version_is_staged_once_for_all_engines_of_a_machine() -> None:
     finally:
         weights.close()
     assert not Path(first.path).exists() and not Path(refs[0].path).exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
+def test_engines_on_the_model_s_gpu_get_versions_from_its_memory_and_the_first_weights_from_the_host() -> None:
+    model = make("llama")
+    weights = LocalWeights(run().engine, model, is_on_gpu=True)
+    try:
+        assert list(weights.first().offers) == ["shared"]
+        with pytest.raises(WeightsError, match="ipc"):  # there is no GPU here
+            weights.publish(1, model_weights(model))
+    finally:
+        weights.close()
 
 
 # ---- the command -------------------------------------------------------------------------------------------------------

@@ -174,6 +174,21 @@ def test_sizes_are_within_their_bounds_and_fit_wherever_the_smallest_would(
     assert sizes.cache_gb * 1e9 >= 0.9 * memory.cache_for(1), "a rollout of full length fits into the cache alone"
 
 
+@pytest.mark.parametrize("model", [SMOLLM2, QWEN3_474M, QWEN3_1_7B])
+def test_an_engine_in_a_process_on_the_learner_s_gpu_needs_a_context_and_room_for_staged_versions(
+    model: dict[str, Any],
+) -> None:
+    thread, process = (run_config(engine=EngineConfig(process=is_process)) for is_process in (False, True))
+    one, two = (choose_sizes(config, gpu(141), shape(model)) for config in (thread, process))
+    assert one.needed_gb is not None and two.needed_gb is not None
+    fixed = {"slots": one.slots, "cache_gb": one.cache_gb, "micro_batch_tokens": one.micro_batch_tokens}
+    assert fixed == {"slots": two.slots, "cache_gb": two.cache_gb, "micro_batch_tokens": two.micro_batch_tokens}
+    staged = 2 * 2 * shape(model).parameters / 1e9
+    assert two.needed_gb - one.needed_gb == pytest.approx(0.65 + staged, abs=0.02)
+    small = choose_sizes(process, gpu(one.needed_gb + 0.5), shape(model))
+    assert small.needed_gb is not None and small.needed_gb <= one.needed_gb + 0.5, "they still fit"
+
+
 @given(configs, shapes, gigabytes, st.floats(1, 4))
 def test_more_memory_never_makes_a_pass_smaller(
     config: RunConfig, model: ModelShape, free: float, factor: float

@@ -43,7 +43,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     process: bool | None = None
     """Whether the engine has a process of its own, and a learner of one rank another. None: on a CPU with several cores, where
-    the interpreter's lock would slow all sides down. vLLM always has one."""
+    the interpreter's lock would slow all sides down. vLLM always has one. On one GPU: docs/engines.md."""
+    mps: Literal["auto", "off"] = "auto"
+    """NVIDIA's MPS, for process = true on one GPU. auto: where it can be started (run/mps.py)."""
 
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long

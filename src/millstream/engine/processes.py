@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,13 @@ from millstream.events import EventSink
 from millstream.model.load import context_length, model_weights
 from millstream.rpc.process import Launcher, own_node
 from millstream.types import Weights
+from millstream.weights.base import TransferWay
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.cached_ref import CachedRef
 from millstream.weights.transfer.publisher import WeightsPublisher, slot_folder
+
+HOST_WAYS: Sequence[TransferWay] = ("shared",)
+SAME_GPU_WAYS: Sequence[TransferWay] = ("ipc",)
 
 
 class EngineSupply(NamedTuple):
@@ -84,10 +88,13 @@ def process_engine(
 
 
 class LocalWeights:
-    """Weights of this process for engines on this machine: each version is staged once, however many engines fetch it."""
+    """Weights of this process for engines on this machine: each version is staged once, however many engines fetch it.
+    `is_on_gpu`: the engines are on the model's GPU, and fetch versions from its memory; the first weights come from the
+    host's."""
 
-    def __init__(self, config: EngineConfig, model: PreTrainedModel) -> None:
+    def __init__(self, config: EngineConfig, model: PreTrainedModel, *, is_on_gpu: bool = False) -> None:
         self._model = model
+        self._ways = SAME_GPU_WAYS if is_on_gpu else HOST_WAYS
         self._is_vllm = config.kind == "vllm"
         self._place = (config.vllm or VllmConfig()).weights if self._is_vllm else "shared"
         self._beginning = CachedRef(self._open)
@@ -95,11 +102,11 @@ class LocalWeights:
         self._newest: tuple[int, Weights, WeightsRef] | None = None
         self._lock = threading.Lock()
 
-    def _open(self) -> WeightsPublisher:
+    def _open(self, ways: Sequence[TransferWay] = HOST_WAYS) -> WeightsPublisher:
         """Files that engines map and verify: in shared memory, or in the folder for temporary files."""
         temporary = Path(tempfile.gettempdir()) / f"millstream-weights-files-{os.getuid()}"
         folder = slot_folder() if self._place == "shared" else temporary
-        return WeightsPublisher(folder, node=own_node(), ways=["shared"])
+        return WeightsPublisher(folder, node=own_node(), ways=ways)
 
     def first(self) -> WeightsRef:
         """Of the model as it is now."""
@@ -113,7 +120,7 @@ class LocalWeights:
         with self._lock:
             newest = self._newest
             if newest is None or newest[0] != version or newest[1] is not weights:
-                self._publisher = self._publisher or self._open()
+                self._publisher = self._publisher or self._open(self._ways)
                 newest = self._newest = (version, weights, self._publisher.put(version, weights.items()))
             return newest[2]
 

@@ -30,6 +30,7 @@ from millstream.run import build
 from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines
+from millstream.run.mps import MPS
 from millstream.run.outside import build_outside_engine
 from millstream.run.places import Places
 from millstream.run.rollout_worker import plan_workers
@@ -255,14 +256,19 @@ class LocalEngines:
         """Engines on GPUs of their own always are."""
         return bool(self._places.engines) or build.has_process(self._config, self._context.model)
 
+    @property
+    def _shares_gpu(self) -> bool:
+        """Whether our own engines are processes on the GPU of the model."""
+        return self._config.kind == "torch" and self._context.model.device.type == "cuda" and not self._places.engines
+
     def _supply(self, name: str) -> EngineSupply:
         """Raises `EngineError` where there is no GPU for one more engine, `ConfigError` where it cannot run here."""
         config, model = self._config, self._context.model
-        build.check_engine_here(config, model, is_apart=bool(self._places.engines))
+        build.check_engine_here(config, model)
         with self._lock:
             self._names += [name] if name not in self._names else []
-            environment = self._places.environment(name, self._names)
-            self._weights = self._weights or LocalWeights(config, model)
+            environment = self._places.environment(name, self._names) or MPS.engine_environment()
+            self._weights = self._weights or LocalWeights(config, model, is_on_gpu=self._shares_gpu)
         is_warm = config.kind == "torch" and model.device.type == "cpu"
         launcher = LocalLauncher(is_warm=is_warm, environment_of=lambda _: environment)
         return EngineSupply(

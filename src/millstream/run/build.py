@@ -227,7 +227,7 @@ def build_engine(
     check_engine_here(config, model)
     weights = LocalWeights(config, model)
     try:
-        launcher = LocalLauncher(is_warm=config.kind == "torch")
+        launcher = LocalLauncher(is_warm=config.kind == "torch" and model.device.type == "cpu")
         supply = EngineSupply(launcher, weights.first, weights.publish, model.device.type)
         return process_engine(
             config, model, tokenizer, supply, clock=clock, sink=sink, name=name, on_close=weights.close
@@ -264,11 +264,11 @@ def _named(what: str, error_class: type[MillstreamError]) -> Iterator[None]:
         raise error_class(f"{what} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def check_engine_here(config: EngineConfig, model: PreTrainedModel, *, is_apart: bool = False) -> None:
-    """Raises `ConfigError` where an engine cannot run on this machine. `is_apart`: it has GPUs of its own."""
+def check_engine_here(config: EngineConfig, model: PreTrainedModel) -> None:
+    """Raises `ConfigError` where an engine cannot run on this machine."""
     if config.kind == "vllm":
         check_installed()
-    check_engine_device(config, is_gpu=model.device.type != "cpu", is_apart=is_apart)
+    check_engine_device(config, is_gpu=model.device.type != "cpu")
 
 
 def thread_engine(
@@ -403,7 +403,10 @@ def _own_learner(context: LearnerContext) -> RunLearner:
 
 
 def gpu_share(config: RunConfig, learner: LearnerConfig, *, is_apart: bool = False) -> float:
-    """The share of the GPU's multiprocessors for reinforcement learning. `is_apart`: engines have GPUs of their own."""
+    """The share of the GPU's multiprocessors for the stream of reinforcement learning. `is_apart`: engines have GPUs of their
+    own. Of engines that are processes on the learner's GPU, MPS has the share (`run.mps`)."""
+    if config.engine.kind == "torch" and config.engine.process and not is_apart:
+        return 1.0
     if learner.gpu_share is not None:
         return learner.gpu_share
     if config.engine.kind != "torch" or is_apart:

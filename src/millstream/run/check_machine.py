@@ -23,7 +23,7 @@ from millstream.model.locate import rope_limit_of
 from millstream.paths import writable_parent
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, find_shape, has_gpu_device, read_model_config
-from millstream.run.places import Machine, Places, place
+from millstream.run.places import Machine, place
 from millstream.run.sizes import BYTES, choose_dtype
 from millstream.types import Task
 
@@ -141,8 +141,9 @@ def _has_no_end_token(config: RunConfig) -> bool:
 def checked_machine(machine: Machine | None, config: RunConfig) -> Iterator[str]:
     """Devices that the config asks for, and the temporary folder, where the control socket is."""
     if config.runtime == "local":
-        device, places = find_device(config, machine), Places() if machine is None else place(config, machine)[1]
-        check_engine_device(config.engine, is_gpu=device.is_gpu, is_apart=bool(places.engines))
+        if machine is not None:
+            place(config, machine)
+        check_engine_device(config.engine, is_gpu=find_device(config, machine).is_gpu)
         names: list[tuple[str, str]] = [("model", config.model.device)]
         tables = (("reference", config.reference), ("critic", config.critic), ("proximal", config.proximal))
         names += [(key, table.device or "cpu") for key, table in tables if table is not None]
@@ -158,9 +159,8 @@ def no_gpu(key: str, device: str) -> str:
     return f'{key}.device = "{device}", and torch sees no GPU here: set {key}.device = "cpu"'
 
 
-def check_engine_device(engine: EngineConfig, *, is_gpu: bool, is_apart: bool = False) -> None:
-    """Raises `ConfigError` for keys of our own engine that need another device than the model has. `is_apart`: engines have
-    GPUs of their own."""
+def check_engine_device(engine: EngineConfig, *, is_gpu: bool) -> None:
+    """Raises `ConfigError` for keys of our own engine that need another device than the model has."""
     if engine.kind != "torch":
         return
     if not is_gpu and engine.cache is None and engine.pool_gb is not None:
@@ -172,10 +172,6 @@ def check_engine_device(engine: EngineConfig, *, is_gpu: bool, is_apart: bool = 
         raise ConfigError(
             f"engine.speculation = {engine.speculation}, and on a CPU every request has a slot: set engine.cache = "
             '"pages", or leave speculation out'
-        )
-    if is_gpu and engine.process and not is_apart:
-        raise ConfigError(
-            "engine.process = true works on a CPU, or where engines have GPUs of their own: leave it out on one GPU"
         )
 
 

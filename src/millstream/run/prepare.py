@@ -22,6 +22,7 @@ from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.device import with_places
+from millstream.run.mps import MPS
 from millstream.run.places import Places, check_heads, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
 from millstream.run.sizes import ModelDevice, choose_dtype, choose_sizes, with_recorded, with_sizes
@@ -88,6 +89,7 @@ def prepare_run(
     checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run. `is_alone`: nothing is trained,
     and the only engine is where the model is."""
     config = _with_passed(config, reward, data_passed)
+    MPS.prepare(config)
     written, machine = config, None if is_alone else build.find_machine_here(config)
     checked = check_config(
         config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new, machine=machine
@@ -102,7 +104,7 @@ def prepare_run(
     sizes = choose_sizes(config, device, build.measure_shape(model))
     config = with_sizes(config, sizes)
     if config.runtime == "local":
-        check_engine_device(config.engine, is_gpu=device.is_gpu, is_apart=bool(places.engines))
+        check_engine_device(config.engine, is_gpu=device.is_gpu)
     backend = backend_for(config, places)
     build.check_passes(config, model)
     text = TokenizerText(tokenizer=tokenizer)

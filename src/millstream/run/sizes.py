@@ -38,6 +38,8 @@ PROMPT_TOKENS = 1024  # of a prompt, as a guess
 MEAN_SHARE = 0.5  # of the longest rollout, a usual one
 RUNNING_SHARE = 0.25  # of the longest rollout, what a running one has: it is half done, and others end early
 NUM_PUBLISHED = 2  # copies of the trained weights on their way to engines
+NUM_STAGED = 2  # and more, for engines in other processes on the same GPU
+CONTEXT_BYTES = 0.65e9  # of CUDA in a process
 # Bytes of a layer's activations per token in bfloat16, by the size of each kind of vector; measured: docs/benchmarks.md.
 HIDDEN_BYTES, QUERY_BYTES, KEY_BYTES, INNER_BYTES = 16, 12, 10, 8
 COMPILED_SHARE = 0.65  # of them, with compiled layers
@@ -193,6 +195,7 @@ def _fitted(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float) 
     has_pages = engine.kind == "torch" and engine.cache != "slots"
     replicas = engine.num_replicas if engine.kind == "torch" else 0
     others = memory.fixed + _taken_by_vllm(config.engine, free_bytes)
+    others += memory.processes(replicas) if engine.process else 0.0
     room = max(0.0, USABLE * free_bytes - others - replicas * memory.decoding(plain.slots))
     wanted = replicas * (memory.cache_for(plain.slots) if engine.pool_gb is None else engine.pool_gb * 1e9)
     if config.learner.micro_batch_tokens == "auto":
@@ -306,6 +309,11 @@ class Memory:
         self.whole = self._bytes * shape.parameters  # weights of one on a GPU of its own
         self.learner = self._learner(config)
         self.fixed = self.learner + config.engine.num_replicas * self.engine
+
+    def processes(self, replicas: int) -> float:
+        """Of engines that are processes on the learner's GPU, beyond `fixed`: each has a context and all weights; versions are
+        staged for them in the GPU's memory."""
+        return replicas * (CONTEXT_BYTES + self.whole - self.engine) + NUM_STAGED * self.engine
 
     def _learner(self, config: RunConfig) -> float:
         """With the scorers that are on its GPU: all that does not depend on a size. Adapters share the weights that they stand

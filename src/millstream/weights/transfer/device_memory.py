@@ -38,8 +38,9 @@ class DeviceBuffer:
             self._handle = None
 
     def handle(self) -> IpcHandle:
-        """Of all that is written. Returns when the device has finished writing."""
-        torch.cuda.synchronize(self.bytes.device)
+        """Of all that is written on this thread's stream. Returns when the device has finished writing. Other streams are not
+        waited for: the learner's may have work for a long time."""
+        torch.cuda.current_stream(self.bytes.device).synchronize()
         if self._handle is None:
             device, memory, num_bytes, offset, counter, counter_offset, event, is_event_waited_for = (
                 self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
