@@ -164,7 +164,7 @@ class Coordinator:
             case wire.ReadRows():
                 return self._locate(session, 0, [self._row(row_id) for row_id in body.row_ids], [])
             case wire.ReadPartition():
-                rows = self.table.rows_to_save(body.partition, with_held=body.with_held)
+                rows = self.table.partition(body.partition).rows_to_save(with_held=body.with_held)
                 return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition, rows))
             case wire.GetStats():
                 consumers = [*self._claims.waiters(), *self._watch.waiters()]

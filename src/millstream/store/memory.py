@@ -135,7 +135,7 @@ class MemoryStore:
         return num_rows
 
     async def snapshot(self, *, partition: str = TRAIN, with_held: bool = True) -> Saved:
-        rows = self._table.rows_to_save(partition, with_held=with_held)
+        rows = self._table.partition(partition).rows_to_save(with_held=with_held)
         return saved_of(self._table.content(partition, rows), [_cells_of(row) for row in rows])
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:

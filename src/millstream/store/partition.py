@@ -41,6 +41,10 @@ class Partition:
             by_stage[name] = dict(zip(STATES, counts, strict=True))
         return PartitionStats(rows=len(self.rows), groups=len(self.groups), bytes=self.num_bytes, by_stage=by_stage)
 
+    def rows_to_save(self, *, with_held: bool) -> list[RowEntry]:
+        """The rows of a snapshot. `with_held`: also those that were acknowledged for a step."""
+        return [row for row in self.rows.values() if with_held or not row.steps]
+
     # ---- rows are added and become ready -----------------------------------------------------------------------------
 
     def open_groups(self, group_ids: Iterable[int]) -> dict[int, GroupEntry]:

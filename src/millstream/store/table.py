@@ -137,7 +137,7 @@ class RowTable:
         if self.next_row + num_rows >> GENERATION_SHIFT:
             raise StoreError("the store has run out of row ids: begin a new one")
         if small is not None:
-            self._check_small(small, block, num_rows)
+            self._check_written(small, block)
         first = self.generation << GENERATION_SHIFT | self.next_row
         self.next_row += num_rows
         ids = range(first, first + num_rows)
@@ -145,17 +145,9 @@ class RowTable:
         part.offer(self._add(part, groups, lines, self._new_block(block, num_rows, partition), now))
         self.rows_put += num_rows
         self.operations["put"] += 1
-        if small is not None:
+        if small is not None and num_rows:
             self.write(ids, small)
         return ids
-
-    def _check_small(self, small: BlockSpec[Any], block: BlockSpec[Any], num_rows: int) -> None:
-        """Raises for what `write` would refuse after the put."""
-        self._check_written(small.nbytes, self.num_bytes + block.nbytes)
-        if twice := set(small.columns) & set(block.columns):
-            raise StoreError(f"a put has {', '.join(sorted(twice))} twice: a cell is written once")
-        if not num_rows:
-            raise StoreError("a put of small columns has no row")
 
     def _add(
         self,
@@ -196,14 +188,18 @@ class RowTable:
             block.num_live += 1
             row.present |= block.mask
 
-    def _check_written(self, nbytes: int, held: int) -> None:
-        self.check_size(0, nbytes)
-        if self.capacity_bytes is not None and held + nbytes > WRITTEN_FACTOR * self.capacity_bytes:
-            found = f"{nbytes} bytes to a store that has {held}"
+    def _check_written(self, spec: BlockSpec[Any], put: BlockSpec[Any] | None = None) -> None:
+        """Raises for columns that the store has no room for, or that the put before them has."""
+        self.check_size(0, spec.nbytes)
+        held = self.num_bytes + (0 if put is None else put.nbytes)
+        if self.capacity_bytes is not None and held + spec.nbytes > WRITTEN_FACTOR * self.capacity_bytes:
+            found = f"{spec.nbytes} bytes to a store that has {held}"
             raise StoreError(f"{found}: writes may fill it to {WRITTEN_FACTOR * self.capacity_bytes}. Free rows first")
+        if put is not None and (twice := set(spec.columns) & set(put.columns)):
+            raise StoreError(f"a put has {', '.join(sorted(twice))} twice: a cell is written once")
 
     def write(self, row_ids: Sequence[int], spec: BlockSpec[Any], *, overwrite: bool = False) -> None:
-        self._check_written(spec.nbytes, self.num_bytes)
+        self._check_written(spec)
         rows, mask = [self.row(row_id) for row_id in row_ids], self.tasks.mask(spec.columns)
         if len(set(row_ids)) != len(row_ids) or not rows:
             raise StoreError("a row is named twice in one write, or none is")
@@ -330,10 +326,6 @@ class RowTable:
         return found
 
     # ---- whole partitions --------------------------------------------------------------------------------------------
-
-    def rows_to_save(self, partition: str, *, with_held: bool) -> list[RowEntry]:
-        """The rows of a snapshot. `with_held`: also those that were acknowledged for a step."""
-        return [row for row in self.partition(partition).rows.values() if with_held or not row.steps]
 
     def content(self, partition: str, rows: Sequence[RowEntry]) -> PartitionContent:
         """Of these rows, and without groups that have others only."""
