@@ -48,13 +48,13 @@ from pathlib import Path
 from millstream import DataConfig, EngineConfig, ModelConfig, RunConfig
 from millstream.run.mps import PIPES, Mps
 own = Mps(["true"])
-own.prepare(RunConfig(model=ModelConfig(path="model"), data=DataConfig(toy="sort_digits"), engine=EngineConfig(process=True)))
+own.prepare(RunConfig(model=ModelConfig(path="model"), data=DataConfig(toy="sort_digits"), engine=EngineConfig(process=True, mps="auto")))
 print((Path(os.environ[PIPES]) / "nvidia-cuda-mps-control.pid").read_text().strip(), os.environ[PIPES], flush=True)
 {end}
 """
 
 
-def run(text: str = "[engine]\nprocess = true\n[pipeline]\nmax_lag = 2") -> RunConfig:
+def run(text: str = "[engine]\nprocess = true\nmps = 'auto'\n[pipeline]\nmax_lag = 2") -> RunConfig:
     return convert(tomllib.loads(f"{text}\n[model.tiny]\n[data]\ntoy = 'sort_digits'\n"), RunConfig, where="run.toml")
 
 
@@ -147,7 +147,7 @@ def test_a_daemon_of_the_user_s_is_used_and_not_ended(machine: Path) -> None:
     theirs.prepare(run())
     folder, share = os.environ[PIPES], os.environ.pop(PERCENTAGE)
     own = Mps(["true"])
-    own.prepare(run("[engine]\nprocess = true\n[learner]\ngpu_share = 0.5\n[pipeline]\nmax_lag = 2"))
+    own.prepare(run("[engine]\nprocess = true\nmps = 'auto'\n[learner]\ngpu_share = 0.5\n[pipeline]\nmax_lag = 2"))
     assert os.environ[PIPES] == folder
     own.end()
     assert not (machine / "quits").exists()
@@ -161,10 +161,10 @@ def test_a_daemon_of_the_user_s_is_used_and_not_ended(machine: Path) -> None:
     ("text", "gpus"),
     [
         ("", 1),
-        ("[engine]\nprocess = true\nmps = 'off'", 1),
-        ("[engine]\nprocess = true", 2),
-        ("[engine]\nprocess = true", 0),
-        ("[engine]\nkind = 'vllm'\nprocess = true", 1),
+        ("[engine]\nprocess = true", 1),
+        ("[engine]\nprocess = true\nmps = 'auto'", 2),
+        ("[engine]\nprocess = true\nmps = 'auto'", 0),
+        ("[engine]\nkind = 'vllm'\nprocess = true\nmps = 'auto'", 1),
         ("runtime = 'ray'", 1),
     ],
 )
