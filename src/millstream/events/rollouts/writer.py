@@ -1,6 +1,6 @@
-"""Writes RUN/rollouts/: a thread encodes and appends, every five seconds, and sooner where many records wait: memory that is
-used again soon is still in the processor's cache. It gives way to the event loop every fraction of a millisecond: a thread that
-computes keeps the interpreter's lock for 5 ms whenever the event loop has waited for anything.
+"""Writes RUN/rollouts/: a thread encodes and appends, every five seconds, and sooner where many records wait. It gives
+way to the event loop every fraction of a millisecond: a thread that computes keeps the interpreter's lock for 5 ms whenever the
+event loop has waited for anything.
 
 Guarantees. A killed run's files can be read up to the last whole chunk, and what a checkpoint covers is in them (`sync`). A run
 that resumes voids what its checkpoint does not cover with one mark, so that each trained row is there exactly once. The files
