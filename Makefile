@@ -208,7 +208,7 @@ $(ENVS)/.installed: pyproject.toml constraints.txt
 
 $(CLASSIC)/.installed: pyproject.toml
 	test -x $(CLASSIC)/bin/python || $(PYTHON) -m venv $(CLASSIC)
-	$(CLASSIC)/bin/pip install --quiet --editable . 'verifiers>=0.1.14,<0.2' pytest pytest-timeout
+	$(CLASSIC)/bin/pip install --quiet --editable . 'verifiers>=0.1.14,<0.2' pytest pytest-timeout pytest-asyncio hypothesis
 	touch $@
 
 $(VENV)/.installed-agents: $(INSTALLED)
