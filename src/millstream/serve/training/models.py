@@ -259,11 +259,8 @@ class TrainedModel:
                 info = SnapshotInfo(version=self.version, next_seq_id=self._next, results=results)
                 waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
                 await asyncio.to_thread(self._journal.begin_next, taken.write, info, waiting)
-        except (
-            OSError,
-            RuntimeError,
-            MillstreamError,
-        ) as error:  # of torch.save, too. The journal stays, and becomes longer
+        except (OSError, RuntimeError, MillstreamError) as error:  # torch.save raises RuntimeError
+            # the journal stays as it is, and becomes longer
             logger.warning("no snapshot of %s: %s", self.info.id, error)
         self._replay_s = 0.0
 
