@@ -25,7 +25,7 @@ import torch
 from msgspec import Struct
 
 from end_to_end_loads import Workload
-from internals import Interval, load, merge_intervals, total_length, without_checkpoints
+from internals import EventSink, Interval, load, merge_intervals, total_length, without_checkpoints
 from millstream import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -266,6 +266,7 @@ def run_cell(
     folder: Path,
     budget: Budget,
     settings: Sequence[str],
+    sinks: Sequence[EventSink] = (),
 ) -> Result:
     """Raises `NotMeasured`, and what the run raises."""
     began, mode = time.perf_counter(), MODES[mode_name]
@@ -273,7 +274,7 @@ def run_cell(
     watch = Watch(warm_steps, budget)
     config = config_of(workload, mode, sources, folder / "run", settings=settings)
     with without_checkpoints() as preempted, suppress(Stopped):
-        train(config, sinks=[watch])
+        train(config, sinks=[watch, *sinks])
     figures = measured(watch.events, warm_steps)
     return Result(
         workload=name,

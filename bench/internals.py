@@ -58,6 +58,7 @@ from millstream.rpc.process import LocalLauncher
 from millstream.run.advise import Advice, advise
 from millstream.run.calibrate import as_it_ran, calibrate
 from millstream.run.check import check_config
+from millstream.run.estimates import mean_estimate
 from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
 from millstream.run.plan import Planner, Settings, plan_run

@@ -1,25 +1,24 @@
-"""What does it cost to keep every rollout? Processor time per rollout, of all processes of a run, and rollouts a second (of a
-cell: sampled tokens, since its lengths are random): with `rollout.keep_gb` at its default, and with 0. Processor time is by all
-rollouts that ended: how many of them are filtered is not the same in two runs. Also the share of the processor time that the
-writer's thread takes, which no noise of the machine hides, and the bytes that a rollout takes.
+"""What does it cost to keep every rollout? One run keeps rollouts for some steps, then keeps none for as many, and so on:
+neighbouring blocks of steps have the same model, the same load and the same minute of the machine. Seconds and processor time
+of a row, of all processes, with and without; the ratio of neighbours with its 95% interval (Student's, of logarithms). Also the
+share of the processor time that the writer's thread takes, and the bytes of a record.
 
-The demo: runs alternate, each in a process of its own, beginning with the same warmed-up model; medians, and the ratios of
-neighbours with their medians. The first fifth of the steps is left out.
+Records that wait at the end of a block are written within it, while the run waits. A block without kept rollouts is what a run
+with `rollout.keep_gb = 0` does. The demo has no filter here, so that all steps have the same number of rollouts. The first
+fifth of the steps is left out.
 
-With --cell, a cell of `bench/end_to_end.py` instead: on a GPU the shape of 474M parameters with 512 rollouts a step.
+With --cell, a cell of `bench/end_to_end.py` instead of the demo: on a GPU 474M parameters with 512 rollouts a step.
 
-    .venv/bin/python bench/rollouts_cost.py [--json] [--smoke] [--steps 200] [--repeat 5]
-    .venv/bin/python bench/rollouts_cost.py --cell 474M-geometric-512/2 --repeat 3 --seconds 40 [--folder runs/end-to-end]
+    .venv/bin/python bench/rollouts_cost.py [--json] [--smoke] [--steps 400] [--block 5]
+    .venv/bin/python bench/rollouts_cost.py --cell short/2 --seconds 200 --block 1 [--folder runs/end-to-end]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,86 +27,108 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from internals import RolloutWriter, recipe
+from internals import RolloutWriter, mean_estimate, recipe
 from millstream import train
+from millstream.events import Event, Stepped
 from report import Options, Row, alone, cost, publish, rate, say
-from supervision_cost import Meter, processor_s, warm_up
-
-KEEP_GB = {"on": 10, "off": 0}
+from supervision_cost import processor_s, warm_up
 
 
-class Measured(NamedTuple):
-    processor: float  # milliseconds a rollout; of a cell, seconds in all
-    rate: float  # rollouts trained a second; of a cell, tokens sampled
-    writer_share: float  # of the processor time
-    bytes_per_rollout: float
+class Block(NamedTuple):
+    """Some steps in which all rollouts were kept, or none."""
+
+    is_kept: bool
+    seconds: float
+    processor_s: float
+    num_rows: int
 
 
-class WriterTime:
-    """Processor seconds of the writer's thread, and of others that make it write."""
+class Alternating:
+    """A sink that keeps rollouts in every second block of steps, and measures each. Pairs are on, off and off, on in turn, so
+    that a drift of the machine favours neither."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, first: int, block: int) -> None:
+        self.blocks: list[Block] = []
+        self.writer_s = 0.0  # processor seconds of the writer's thread, and of others that make it write
+        self.num_records = 0
+        self._first = first
+        self._block = block
+        self._writer: RolloutWriter | None = None
+        self._is_kept = True
+        self._rows = 0
+        self._began_s = 0.0
+        self._began_processor_s = 0.0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        flush = RolloutWriter.flush
+        add, flush = RolloutWriter.add, RolloutWriter.flush
+
+        def gated(writer: RolloutWriter, record: object) -> None:
+            self._writer = writer
+            if self._is_kept:
+                self.num_records += 1
+                add(writer, record)  # type: ignore[arg-type]
 
         def timed(writer: RolloutWriter, *arguments: Callable[[], None]) -> None:
             began = time.thread_time()
             flush(writer, *arguments)
-            self.seconds += time.thread_time() - began
+            self.writer_s += time.thread_time() - began
 
-        with patch.object(RolloutWriter, "flush", timed):
+        with patch.object(RolloutWriter, "add", gated), patch.object(RolloutWriter, "flush", timed):
             yield
+
+    def emit(self, event: Event) -> None:
+        if not isinstance(event, Stepped):
+            return
+        self._rows += event.num_rows
+        past = event.version - self._first
+        if past < 0 or past % self._block:
+            return
+        if self._is_kept and self._writer is not None:
+            self._writer.flush()
+        now_s, now_processor_s = time.perf_counter(), processor_s(os.getpid())
+        if past:
+            taken_s, taken_processor_s = now_s - self._began_s, now_processor_s - self._began_processor_s
+            self.blocks.append(Block(self._is_kept, taken_s, taken_processor_s, self._rows))
+        self._is_kept = past // self._block % 4 in (0, 3)
+        self._rows = 0
+        self._began_s, self._began_processor_s = now_s, now_processor_s
+
+    @property
+    def pairs(self) -> list[tuple[Block, Block]]:
+        """With kept rollouts and without: neighbours."""
+        whole = self.blocks[: len(self.blocks) // 2 * 2]
+        return [
+            (one, other) if one.is_kept else (other, one) for one, other in zip(whole[::2], whole[1::2], strict=True)
+        ]
 
 
 def bytes_in(run_dir: Path) -> int:
     return sum(path.stat().st_size for path in (run_dir / "rollouts").glob("*.rollouts"))
 
 
-def per_rollout(run_dir: Path) -> float:
-    """Bytes of the files, by rollouts that ended."""
-    ended = (run_dir / "events.jsonl").read_bytes().count(b'"kind":"rollout_ended"')
-    return bytes_in(run_dir) / max(1, ended)
+def run_demo(found: Alternating, folder: Path, options: argparse.Namespace) -> int:
+    """Bytes of the kept rollouts."""
+    changes = [
+        f"run_dir={folder}/run",
+        f"model.path={warm_up(folder / 'warm', is_smoke=options.smoke)}",
+        "model.tiny=",
+        "warmup=",
+        f"pipeline.steps={options.steps}",
+        "data.holdout=0",
+        "evaluation.every_steps=",
+        "pipeline.filter_zero_signal=false",
+        "checkpoint.every_s=100000",
+    ]
+    with found.watched():
+        train(recipe("demo", *changes, is_smoke=options.smoke), sinks=[found])
+    return bytes_in(folder / "run")
 
 
-def one_run(which: str, model: str, options: argparse.Namespace) -> Measured:
-    meter, writer, began = Meter(options.steps), WriterTime(), processor_s(os.getpid())
-    with tempfile.TemporaryDirectory() as folder, writer.watched():
-        changes = [
-            f"run_dir={folder}/run",
-            f"model.path={model}",
-            "model.tiny=",
-            "warmup=",
-            f"pipeline.steps={options.steps}",
-            "data.holdout=0",
-            "evaluation.every_steps=",
-            f"rollout.keep_gb={KEEP_GB[which]}",
-        ]
-        train(recipe("demo", *changes, is_smoke=options.smoke), sinks=[meter])
-        share = writer.seconds / max(1e-9, processor_s(os.getpid()) - began)
-        assert meter.found is not None
-        return Measured(
-            meter.found.ms_per_rollout, meter.found.rollouts_per_s, share, per_rollout(Path(folder) / "run")
-        )
-
-
-def measure_here(which: str, model: str, options: argparse.Namespace) -> Measured:
-    return one_cell(which, options) if options.cell else one_run(which, model, options)
-
-
-def in_a_process(which: str, model: str, options: argparse.Namespace) -> Measured:
-    words = [sys.executable, __file__, "--one", which, "--model", model, f"--steps={options.steps}"]
-    words += [f"--cell={options.cell}", f"--seconds={options.seconds}", f"--folder={options.folder}"]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    return Measured(*json.loads(done.stdout.splitlines()[-1]))
-
-
-def one_cell(which: str, options: argparse.Namespace) -> Measured:
+def run_cell_of(found: Alternating, folder: Path, options: argparse.Namespace) -> int:
     """A cell of `end_to_end`: torch is imported here."""
     from end_to_end_cells import Budget, Sources, run_cell
-    from end_to_end_costs import free_memory, make_model
+    from end_to_end_costs import make_model
     from end_to_end_loads import SMOKE_WORKLOADS, WORKLOADS, write_prompts
 
     name, _, mode = options.cell.partition("/")
@@ -117,69 +138,58 @@ def one_cell(which: str, options: argparse.Namespace) -> Measured:
         model=make_model(workload.shape, workload.context, options.folder),
         prompts=write_prompts(workload, options.folder),
     )
-    writer, began = WriterTime(), processor_s(os.getpid())
-    with tempfile.TemporaryDirectory() as scratch, writer.watched():
-        settings = [f"rollout.keep_gb={KEEP_GB[which]}"]
-        result = run_cell(name, workload, mode, sources, Path(scratch), budget, settings)
-        taken = processor_s(os.getpid()) - began
-        found = Measured(taken, result.tokens_per_s, writer.seconds / taken, per_rollout(Path(scratch) / "run"))
-    free_memory()
-    return found
+    with found.watched():
+        run_cell(name, workload, mode, sources, folder, budget, (), sinks=[found])
+    return bytes_in(folder / "run")
 
 
-def alternate(options: argparse.Namespace) -> dict[str, list[Measured]]:
-    measure = measure_here if options.smoke else in_a_process
-    found: dict[str, list[Measured]] = {"on": [], "off": []}
-    with tempfile.TemporaryDirectory() as folder:
-        model = "" if options.cell else warm_up(Path(folder) / "warm", is_smoke=options.smoke)
-        for number in range(options.repeat):
-            for which in ("on", "off") if number % 2 else ("off", "on"):
-                last = measure(which, model, options)
-                found[which].append(last)
-                say(
-                    f"{which}: processors {last.processor:.3f}, {last.rate:.1f}/s, the writer "
-                    f"{last.writer_share:.2%}, {last.bytes_per_rollout:.0f} bytes a rollout"
-                )
-    return found
-
-
-def rows_of(found: dict[str, list[Measured]], options: argparse.Namespace) -> list[Row]:
+def rows_of(found: Alternating, num_bytes: int, processors_s: float, options: argparse.Namespace) -> list[Row]:
     workload = options.cell or f"demo, {options.steps} steps"
     peer = "rollout.keep_gb = 0"
-    metric = "processor seconds of the cell" if options.cell else "processor ms per rollout, all processes"
-    middle = {
-        which: Measured(*(statistics.median(values) for values in zip(*some, strict=True)))
-        for which, some in found.items()
-    }
-    on, off = middle["on"], middle["off"]
-    neighbours = list(zip(found["on"], found["off"], strict=True))
-    by_processor = sorted(one.processor / max(other.processor, 1e-9) for one, other in neighbours)
-    by_clock = sorted(other.rate / max(one.rate, 1e-9) for one, other in neighbours)
-    for name, ratios in (("processor time", by_processor), ("wall clock", by_clock)):
-        shown = [round(ratio, 4) for ratio in ratios]
-        say(f"{name} of neighbouring runs, kept to not kept: median {statistics.median(ratios):.4f} of {shown}")
+    kept, dropped = ([block for block in found.blocks if block.is_kept is is_kept] for is_kept in (True, False))
+
+    def total(blocks: Sequence[Block], name: str) -> float:
+        return float(sum(getattr(block, name) for block in blocks))
+
+    for name in ("seconds", "processor_s"):
+        logs = [
+            math.log((getattr(on, name) / on.num_rows) / (getattr(off, name) / off.num_rows))
+            for on, off in found.pairs
+            if getattr(off, name) > 0 < getattr(on, name)
+        ]
+        if len(logs) > 1:
+            mean = mean_estimate(logs)
+            value, low, high = (f"{math.expm1(each):+.2%}" for each in (mean.value, mean.low, mean.high))
+            middle = f"{math.expm1(statistics.median(logs)):+.2%}"
+            say(f"{name} a row, kept to not kept: {value} ({low} to {high}), median {middle}, {len(logs)} pairs")
+    rows = [total(some, "num_rows") for some in (kept, dropped)]
+    seconds = [total(some, "seconds") for some in (kept, dropped)]
+    processor = [1000 * total(some, "processor_s") for some in (kept, dropped)]
+    per_row = [each / max(1.0, count) for each, count in zip(processor, rows, strict=True)]
+    speed = [count / max(1e-9, each) for count, each in zip(rows, seconds, strict=True)]
+    share = found.writer_s / max(1e-9, processors_s / 2)  # about half of the run keeps
     return [
-        cost(workload, metric, on.processor, peer, off.processor),
-        rate(workload, "tokens sampled/s" if options.cell else "rollouts trained/s", on.rate, peer, off.rate, digits=1),
-        alone(workload, "share of the writer's thread in the processor time", on.writer_share, digits=5),
-        alone(workload, "bytes a rollout", on.bytes_per_rollout, digits=1),
+        cost(workload, "processor ms per trained rollout, all processes", per_row[0], peer, per_row[1]),
+        rate(workload, "rollouts trained/s", speed[0], peer, speed[1], digits=1),
+        alone(workload, "share of the writer's thread in the processor time", share, digits=5),
+        alone(workload, "bytes a record", num_bytes / max(1, found.num_records), digits=1),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
-    parser.add("--steps", 200, smoke=3)
-    parser.add("--repeat", 5, smoke=1)
-    parser.add("--cell", "", help="of bench/end_to_end.py, such as 474M-geometric-512/2; empty: the demo")
-    parser.add("--seconds", 40.0, smoke=1.0, help="measured of a cell, after its warm-up")
+    parser.add("--steps", 400, smoke=6)
+    parser.add("--block", 5, smoke=1, help="steps")
+    parser.add("--cell", "", help="of bench/end_to_end.py, such as short/2; empty: the demo")
+    parser.add("--seconds", 200.0, smoke=1.0, help="measured of a cell, after its warm-up")
     parser.add("--folder", Path("runs/end-to-end"), help="of a cell's model and prompts")
-    parser.add_argument("--one", choices=("on", "off"), help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse(argv)
-    if options.one is not None:
-        print(json.dumps(measure_here(options.one, options.model, options)))
-        return
-    publish(rows_of(alternate(options), options), options)
+    first = 6 if options.cell else options.steps // 5
+    found, began = Alternating(first, options.block), processor_s(os.getpid())
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_cell_of if options.cell else run_demo
+        num_bytes = run(found, Path(folder), options)
+    publish(rows_of(found, num_bytes, processor_s(os.getpid()) - began, options), options)
 
 
 if __name__ == "__main__":
