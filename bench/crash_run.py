@@ -25,6 +25,7 @@ import run_parts
 GROUPS = 4
 GROUP_SIZE = 4
 ENGINES = ("engine-0", "engine-1")
+LOCAL_ENGINES = ("engine",)
 COORDINATOR = "ray::_CoordinatorActor"
 SETTINGS = {"PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0"}
 """By default Ray gives its workers a low priority."""
@@ -109,7 +110,8 @@ class Started(NamedTuple):
 class Books:
     """What the events so far say of a run."""
 
-    def __init__(self, engines: Sequence[str] = ENGINES) -> None:
+    def __init__(self, engines: Sequence[str] = ENGINES, *, are_there: bool = False) -> None:
+        """`are_there`: no event says that they have started."""
         self.engines = frozenset(engines)
         self.version = 0
         self.num_steps = 0
@@ -117,7 +119,7 @@ class Books:
         self.num_events = 0
         self.in_flight: set[tuple[int, int]] = set()
         self.loaded: dict[str, int] = {}
-        self.serving: set[str] = set()
+        self.serving: set[str] = set(engines) if are_there else set()
         self.started: dict[int, Started] = {}
         self.nodes: set[str] = set()
         self.stepped_at: deque[float] = deque(maxlen=20)
@@ -190,7 +192,7 @@ class Run:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".log")
         self.steps = steps
-        self.books = Books(ENGINES if not is_local else ("engine",) if num_workers else ())
+        self.books = Books(LOCAL_ENGINES if is_local else ENGINES, are_there=is_local)
         self._config = run_dir.with_suffix(".toml")
         self._config.write_text(
             config_of(run_dir, steps=steps, seed=seed, address=address, is_local=is_local, num_workers=num_workers)

@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import to_type
 from millstream.errors import MAX_SHOWN, ConfigError, shown
 from millstream.paths import did_you_mean
 
@@ -130,7 +131,7 @@ def convert(data: Mapping[str, Any], kind: type[C], *, where: str) -> C:
             refused.add_note(f"And: {other}")
         raise refused
     try:
-        return msgspec.convert(data, kind)
+        return to_type(data, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_in_words(str(error))}") from error
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from millstream.clock import RealClock
+from millstream.decoding import msgpack_decoder
 from millstream.engine.base import EngineLine
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import OnReport
@@ -20,7 +21,7 @@ from millstream.engine.native.process import ChannelLink
 from millstream.engine.native.worker import Command, DecodeWorker, WorkerReport
 from millstream.errors import EngineGone
 from millstream.events.sinks import MemorySink
-from millstream.rpc.call import Channel, typed_decoder
+from millstream.rpc.call import Channel
 from millstream.types import Completion, ComputePath, Finish, Request, RequestKey, Sampling, Weights
 
 
@@ -99,7 +100,7 @@ class DriverHost:
             while (packets := self._channel.receive(block=True)) is not None:
                 for packet in packets:
                     self.num_reports += 1
-                    on_report(typed_decoder(WorkerReport).decode(packet.body))
+                    on_report(msgpack_decoder(WorkerReport).decode(packet.body))
 
         threading.Thread(target=read, daemon=True).start()
 

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from millstream.clock import VirtualClock
+from millstream.decoding import msgpack_decoder
 from millstream.engine import EngineStats, OnSampled
 from millstream.engine.base import Engine, EngineLine
 from millstream.env import Environment
 from millstream.errors import EngineGone, RowsLost, WorkerExited
 from millstream.pipeline.worker_host import HostSetup, OnBroken, OpenLine, ToDriver, ToWorker, WorkerHost
 from millstream.pipeline.workers import OnExit, OnMessage, WorkerPlan
-from millstream.rpc.call import ErrorInfo, describe_error, error_from, typed_decoder
+from millstream.rpc.call import ErrorInfo, describe_error, error_from
 from millstream.sim.engine import SimEngine
 from millstream.store.base import Columns
 from millstream.store.blocks import Block, Packing
@@ -68,17 +69,17 @@ class End:
 
     def on_message(self, data: bytes, number: int) -> None:
         if not self.is_closed:
-            self._on_message(typed_decoder(self._messages).decode(data), number)
+            self._on_message(msgpack_decoder(self._messages).decode(data), number)
 
     def on_answer(self, data: bytes, number: int) -> None:
         if not self.is_closed:
             future, kind = self._waiting.pop(number)
             if future.set_running_or_notify_cancel():
-                future.set_result(None if kind is None else typed_decoder(kind).decode(data))
+                future.set_result(None if kind is None else msgpack_decoder(kind).decode(data))
 
     def on_failure(self, data: bytes, number: int) -> None:
         if not self.is_closed:
-            self._end(self._waiting.pop(number)[0], error_from(typed_decoder(ErrorInfo).decode(data)))
+            self._end(self._waiting.pop(number)[0], error_from(msgpack_decoder(ErrorInfo).decode(data)))
 
     def close(self, error: Exception) -> None:
         self.is_closed = True

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from torch import Tensor
 
 from millstream import imports
 from millstream.algo import aggregate, corrections, kl, losses
 from millstream.algo.config import AlgorithmConfig
+from millstream.decoding import decode_json
 from millstream.errors import ConfigError
 from millstream.objective import LossInputs, Objective, TokenLoss
 
@@ -28,7 +28,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
 
 def from_json(data: bytes) -> Objective:
-    return msgspec.json.decode(data, type=Recipe).objective()
+    return decode_json(data, Recipe).objective()
 
 
 def objective(config: AlgorithmConfig, *, max_tokens: int) -> Objective:

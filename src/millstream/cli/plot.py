@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from millstream.cli.common import console, errors_shown
+from millstream.decoding import decode_json
 from millstream.errors import ConfigError, LogError
 from millstream.events.metrics import is_step
 from millstream.paths import kind_of
@@ -60,7 +61,7 @@ def read_metrics(run_dir: Path) -> Rows:
         RunFolder.of_run(run_dir)
     try:
         lines = path.read_bytes().splitlines(keepends=True) if kind_of(path) == "file" else []
-        rows: Rows = [msgspec.json.decode(line, type=dict[str, Any]) for line in lines if line.endswith(b"\n")]
+        rows: Rows = [decode_json(line, dict[str, Any]) for line in lines if line.endswith(b"\n")]
     except (OSError, msgspec.MsgspecError) as error:
         raise LogError(f"{path} cannot be read: {error}") from error
     if not any(map(is_step, rows)):

@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from millstream import folders
+from millstream.decoding import decode_msgpack
 from millstream.errors import StoreError
 from millstream.store.base import Reads
 from millstream.store.client import GIVE_UP_S, Address, StoreClient
@@ -35,7 +36,7 @@ class _CoordinatorActor:
 
     def __init__(self, plan: bytes) -> None:
         self._ready = threading.Event()
-        decoded = msgspec.msgpack.decode(plan, type=StorePlan)
+        decoded = decode_msgpack(plan, StorePlan)
         threading.Thread(target=self._run, args=(decoded,), name="coordinator", daemon=True).start()
 
     def _run(self, plan: StorePlan) -> None:
@@ -55,7 +56,7 @@ class _SegmentServerActor:
     """Runs the segment server of a node on a thread; ends with the store."""
 
     def __init__(self, plan: bytes, node: str) -> None:
-        decoded = msgspec.msgpack.decode(plan, type=StorePlan)
+        decoded = decode_msgpack(plan, StorePlan)
         server = SegmentServer(Path(_folder(decoded, node)), decoded.token, decoded.spill)
         self._agent = SegmentServerAgent(
             server, (decoded.host, decoded.port), token=decoded.token, node=node, give_up_s=GIVE_UP_S

@@ -24,6 +24,7 @@ from millstream.dash.api import (
 )
 from millstream.dash.series import MetricColumns, series_infos
 from millstream.dash.tiles import RunTiles
+from millstream.decoding import decode_json
 from millstream.events import (
     WARMUP,
     CheckpointFailed,
@@ -143,7 +144,7 @@ def bottleneck_row(folder: RunFolder, tiles: RunTiles, run: RunRow) -> Bottlenec
     found = None
     if run.state == "ended":
         with suppress(OSError, msgspec.DecodeError):
-            found = msgspec.json.decode((folder.path / SUMMARY).read_bytes(), type=_Summary).bottleneck
+            found = decode_json((folder.path / SUMMARY).read_bytes(), _Summary).bottleneck
     if found is None:
         found = _bottleneck_now(tiles)
     return None if found is None else BottleneckRow(name=found.name, text=found.message, shares=found.shares)

@@ -16,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from millstream.dash.api import (
     BottleneckRow,
     FlowAnswer,
@@ -35,6 +33,7 @@ from millstream.dash.rollouts import RolloutFilter, RolloutList
 from millstream.dash.series import MetricColumns, XAxis, series_answer
 from millstream.dash.tiles import RunTiles
 from millstream.dash.timeline import lanes_answer
+from millstream.decoding import decode_json
 from millstream.errors import ConfigError, LogError
 from millstream.events import RunEnded, RunStarted
 from millstream.events.encoding import AnyEvent, decode_event
@@ -416,7 +415,7 @@ def _last_event(path: Path) -> tuple[AnyEvent | None, float]:
 def _last_step(path: Path) -> int:
     for line in _last_lines(path):
         with suppress(ValueError, RecursionError):
-            row = msgspec.json.decode(line, type=dict[str, Any])
+            row = decode_json(line, dict[str, Any])
             if is_step(row) and isinstance(row.get("step"), int):
                 return int(row["step"])
     return 0

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from millstream.dash.api import SeriesAnswer, SeriesCurve, SeriesInfo, SkippedRow
 from millstream.dash.flow import Floats64
 from millstream.dash.tiles import RunTiles, sample_of
+from millstream.decoding import json_decoder
 from millstream.events import Evaluated
 
 XAxis = Literal["step", "seconds", "samples"]
@@ -138,7 +138,7 @@ class MetricColumns:
         return np.array(self._steps)[rows], np.array(self._at)[rows], values
 
 
-_decode_row = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_row = json_decoder(dict[str, Any]).decode
 
 
 def _is_number(value: Any) -> bool:

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
+from millstream.decoding import to_type
 from millstream.env.base import Content, Context, EpisodeReward, SplitReward
 from millstream.env.config import EnvironmentConfig
 from millstream.errors import EnvironmentFailed, MillstreamError, RequestRefused, RolloutError, WorkerExited
@@ -184,7 +184,7 @@ async def _call_context(contexts: list[Context], call: ContextCall) -> Any:
     context, text = contexts[call.part], contexts[0].text
     match call.method:
         case "generate":
-            return await context.generate(*msgspec.convert(call.argument, tuple[list[int], TurnLimits | None]))
+            return await context.generate(*to_type(call.argument, tuple[list[int], TurnLimits | None]))
         case "ask" | "ask_raw":
             return await context.ask(_content(call.argument), is_raw=call.method == "ask_raw")
         case "earned":
@@ -197,7 +197,7 @@ async def _call_context(contexts: list[Context], call: ContextCall) -> Any:
         case "opening":
             return text.opening(_content(call.argument))
         case "render":
-            return text.render(msgspec.convert(call.argument, list[Message]))
+            return text.render(to_type(call.argument, list[Message]))
         case "decode" | "decode_raw":
             return text.decode(call.argument, is_raw=call.method == "decode_raw")
         case _:
@@ -205,4 +205,4 @@ async def _call_context(contexts: list[Context], call: ContextCall) -> Any:
 
 
 def _content(value: Any) -> Content:
-    return value if isinstance(value, str) else msgspec.convert(value, tuple[Message, ...])
+    return value if isinstance(value, str) else to_type(value, tuple[Message, ...])

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from millstream.decoding import json_decoder
 from millstream.events.types import (
     CheckpointFailed,
     CheckpointSealed,
@@ -101,7 +102,7 @@ AnyEvent = (
     | RunEnded
 )
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(AnyEvent)
+_decoder = json_decoder(AnyEvent)
 
 
 def encode_event(event: Event) -> bytes:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from msgspec import Meta, Struct
 
+from millstream.decoding import json_decoder
 from millstream.errors import shown
 from millstream.events.encoding import decode_event
 from millstream.events.types import (
@@ -356,7 +357,7 @@ def add_line(tiler: Tiler, line: bytes, is_counted: Callable[[int], bool] | None
 # ---- the file ----------------------------------------------------------------------------------------------------------
 
 
-_decoder = msgspec.json.Decoder(EventTile)
+_decoder = json_decoder(EventTile)
 _encoder = msgspec.json.Encoder()
 
 

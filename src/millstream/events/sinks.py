@@ -13,9 +13,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, Generic, TypeVar
 
-import msgspec
 from msgspec import Struct
 
+from millstream.decoding import json_decoder
 from millstream.errors import LogError, shown
 from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
 from millstream.events.index import IndexWriter
@@ -337,7 +337,7 @@ class _Numbered(Struct):
 
 
 def _seq(line: bytes) -> int:
-    return _decode_numbered(line).seq
+    return int(_numbered.decode(line).seq)
 
 
-_decode_numbered = msgspec.json.Decoder(_Numbered).decode
+_numbered = json_decoder(_Numbered)

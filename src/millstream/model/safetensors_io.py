@@ -18,6 +18,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from millstream.decoding import decode_json
 from millstream.errors import WeightsError
 from millstream.paths import sync_path
 from millstream.types import Weights
@@ -60,7 +61,7 @@ def write_weights(folder: Path, version: int, weights: Weights, config: Any | No
 def read_weights(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Raises `WeightsError` if the folder is not what was written."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = decode_json((folder / MANIFEST).read_bytes(), Manifest)
         num_bytes = (folder / TENSORS).stat().st_size
         if num_bytes != manifest.num_bytes:
             raise WeightsError(f"{folder / TENSORS} has {num_bytes} bytes, expected {manifest.num_bytes}")

@@ -18,7 +18,6 @@ whatever ended the worker, `error` says it, and every later call fails with it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import select
 import socket
@@ -35,6 +34,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from millstream import errors
+from millstream.decoding import msgpack_decoder
 from millstream.errors import MillstreamError, WorkerError, WorkerExited
 from millstream.rpc.frames import MAX_FRAME_BYTES, FrameError, Frames, frame
 from millstream.rpc.process import WorkerProcess
@@ -84,11 +84,6 @@ def error_from(info: ErrorInfo) -> Exception:
         with suppress(TypeError):  # it takes other arguments
             return kind(info.text)
     return WorkerError(info.text) if info.errno is None else OSError(info.errno, info.text)
-
-
-@functools.cache
-def typed_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
 
 
 class Channel:
@@ -222,7 +217,7 @@ class Channel:
         payloads = self._frames.receive(block=block)
         if payloads is None:
             return None
-        packets = [typed_decoder(Packet).decode(payload) for payload in payloads]
+        packets = [msgpack_decoder(Packet).decode(payload) for payload in payloads]
         for packet in packets:
             if packet.kind in (PacketKind.ANSWER, PacketKind.FAILURE):
                 self._settle(packet)
@@ -232,7 +227,7 @@ class Channel:
         """A call whose answer cannot be decoded still waits: it ends with the connection, and for the same reason."""
         is_failure = packet.kind is PacketKind.FAILURE
         kind = ErrorInfo if is_failure else self._waiting.get(packet.number, (None, None))[1]
-        value: Any = None if kind is None else typed_decoder(kind).decode(packet.body)
+        value: Any = None if kind is None else msgpack_decoder(kind).decode(packet.body)
         with self._lock:
             future, _ = self._waiting.pop(packet.number, (None, None))
         if future is None:
@@ -357,7 +352,7 @@ class Remote:
             for packet in packets or []:
                 if self._on_message is None:
                     raise msgspec.ValidationError("a message that this end does not expect")
-                self._on_message(typed_decoder(self._messages).decode(packet.body), packet.number)
+                self._on_message(msgpack_decoder(self._messages).decode(packet.body), packet.number)
         except (msgspec.MsgspecError, FrameError) as error:
             self._reason = f"it sent something that is not a message: {error}"
             process.kill()

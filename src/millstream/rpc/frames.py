@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from millstream.decoding import decode_msgpack
+
 HEADER = 4
 MAX_FRAME_BYTES = 1 << 30
 READ_BYTES = 1 << 20
@@ -62,7 +64,7 @@ class Frames:
     def first_as(self, kind: type[T]) -> T | None:
         """The next message, decoded."""
         found = self.first()
-        return None if found is None else msgspec.msgpack.decode(found, type=kind)
+        return None if found is None else decode_msgpack(found, kind)
 
     def receive(self, *, block: bool) -> list[bytes] | None:
         """All messages that have arrived; with `block`, at least one. None: the other end is gone."""
@@ -192,7 +194,7 @@ def receive_descriptors(connection: socket.socket, kind: Any) -> tuple[Any, list
             data += piece
         if not header or len(data) < size:
             raise ConnectionResetError("the other end is gone")
-        return msgspec.msgpack.decode(data, type=kind), descriptors
+        return decode_msgpack(data, kind), descriptors
     except (OSError, msgspec.MsgspecError):
         for descriptor in descriptors:
             os.close(descriptor)

@@ -26,10 +26,10 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw
-from msgspec.msgpack import Decoder
 
+from millstream.decoding import msgpack_decoder
 from millstream.errors import MillstreamError
-from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, typed_decoder
+from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind
 
 Handler = Callable[[Any], Any]
 Jobs = queue.SimpleQueue[Packet]
@@ -61,12 +61,12 @@ def serve_calls(
     if first.kind is PacketKind.CLOSE:
         return
     try:
-        handler = begin(typed_decoder(setup_type).decode(first.body))
+        handler = begin(msgpack_decoder(setup_type).decode(first.body))
     except Exception as error:  # process boundary: the other end gets the reason
         _fail(channel, first, error)
     else:
         channel.answer(first.number, None)
-        _handle_all(channel, jobs, typed_decoder(messages), handler, is_background)
+        _handle_all(channel, jobs, msgpack_decoder(messages).decode, handler, is_background)
     channel.drain(CLOSE_S)
 
 
@@ -95,13 +95,13 @@ def _listen(channel: Channel, jobs: Jobs, on_disconnect: Callable[[], None]) -> 
 
 
 def _handle_all(
-    channel: Channel, jobs: Jobs, decoder: Decoder[Any], handler: Handler, is_background: Callable[[Any], bool]
+    channel: Channel, jobs: Jobs, decode: Callable[[bytes], Any], handler: Handler, is_background: Callable[[Any], bool]
 ) -> None:
     """Until the close. Background calls are handled by a thread of their own."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="background calls") as background:
         while (packet := jobs.get()).kind is not PacketKind.CLOSE:
             try:
-                message = decoder.decode(packet.body)
+                message = decode(packet.body)
             except msgspec.ValidationError as error:  # not a message for this worker
                 _fail(channel, packet, error)
                 continue

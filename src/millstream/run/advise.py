@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from millstream.config import load
+from millstream.decoding import decode_json
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events import (
     Event,
@@ -334,7 +335,7 @@ def read_advice(folder: RunFolder) -> list[Advice]:
     with suppress(OSError):
         for line in (folder.path / ADVICE).read_bytes().splitlines():
             with suppress(msgspec.DecodeError):
-                found.append(msgspec.json.decode(line, type=Advice))
+                found.append(decode_json(line, Advice))
     return found
 
 

@@ -10,10 +10,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from millstream.decoding import decode_json
 from millstream.engine import EngineConfig
 from millstream.env.data import DataSet
 from millstream.env.registry import single_turn_tasks
@@ -129,7 +130,7 @@ def _has_no_end_token(config: RunConfig) -> bool:
     if config.model.path is None or not path.is_file():
         return False
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        found = decode_json(path.read_bytes(), Any)
     except (OSError, msgspec.DecodeError):
         return True
     return not isinstance(found, dict) or not found.get("eos_token")

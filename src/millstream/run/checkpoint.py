@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from millstream.clock import Clock
+from millstream.decoding import decode_json
 from millstream.errors import CheckpointError, LearnerError, OutputError
 from millstream.events import CheckpointFailed, CheckpointSealed, EventSink
 from millstream.learner import Snapshot
@@ -123,11 +124,11 @@ class Found(NamedTuple):
     digest: str
 
     def pipeline_state(self) -> PipelineState:
-        ledger = msgspec.json.decode((self.folder / LEDGER).read_bytes(), type=Ledger)
+        ledger = decode_json((self.folder / LEDGER).read_bytes(), Ledger)
         return PipelineState(ledger, blocks.decode_snapshot((self.folder / ROWS).read_bytes()))
 
     def run_state(self) -> RunState:
-        return msgspec.json.decode((self.folder / RUN).read_bytes(), type=RunState)
+        return decode_json((self.folder / RUN).read_bytes(), RunState)
 
 
 class Checkpoints:
@@ -342,7 +343,7 @@ def verify(folder: Path) -> Found:
     """Verify every byte. Raises `CheckpointError` that names the file that differs from what was written."""
     try:
         raw = (folder / MANIFEST).read_bytes()
-        manifest = msgspec.json.decode(raw, type=CheckpointManifest)
+        manifest = decode_json(raw, CheckpointManifest)
         if manifest.format != FORMAT:
             raise CheckpointError(f"{folder} has format {manifest.format}; this version of Millstream reads {FORMAT}")
         if _name(manifest.version) != folder.name:

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from millstream import folders
+from millstream.decoding import decode_json, decode_msgpack
 from millstream.errors import ConfigError, MillstreamError, shown
 from millstream.events import Status, WaitNow
 from millstream.rpc.frames import FrameError, Frames, frame, read_frame
@@ -178,7 +179,7 @@ class Control:
 
     async def _reply_to(self, request: bytes) -> ControlReply:
         try:
-            return await self._handler(msgspec.msgpack.decode(request, type=ControlRequest))
+            return await self._handler(decode_msgpack(request, ControlRequest))
         except (MillstreamError, msgspec.DecodeError) as error:
             return ControlError(message=str(error))
 
@@ -246,7 +247,7 @@ def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult | 
         frames = Frames(line).receive(block=True)
     if not frames:
         raise ConfigError(f"the run in {folder} ended before it answered")
-    reply: ControlReply = msgspec.msgpack.decode(frames[0], type=ControlReply)
+    reply: ControlReply = decode_msgpack(frames[0], ControlReply)
     if isinstance(reply, ControlError):
         raise ConfigError(reply.message)
     return reply
@@ -254,7 +255,7 @@ def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult | 
 
 def _socket_folder(folder: Path) -> Path:
     """Raises `OSError` or `msgspec.DecodeError` if no process has said that it listens for this very folder."""
-    said = msgspec.json.decode((folder / CONTROL).read_bytes(), type=ControlFile)
+    said = decode_json((folder / CONTROL).read_bytes(), ControlFile)
     if said.inode != folder.stat().st_ino:
         raise FileNotFoundError(f"{folder} is a copy")
     return Path(said.folder)

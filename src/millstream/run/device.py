@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from millstream.decoding import decode_json
 from millstream.events import Sizes
 from millstream.run.config import RunConfig
 from millstream.run.places import VISIBLE, Gpu, Machine, Places
@@ -155,7 +156,7 @@ def heads_of(config: RunConfig) -> dict[str, Any]:
 def read_model_config(config: RunConfig) -> dict[str, Any] | None:
     """The `config.json` of the checkpoint's folder; None if it is not here."""
     try:
-        found = msgspec.json.decode((Path(config.model.path or "") / "config.json").read_bytes())
+        found = decode_json((Path(config.model.path or "") / "config.json").read_bytes(), Any)
     except (OSError, msgspec.DecodeError):
         return None
     return found if isinstance(found, dict) else None

@@ -19,9 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
+from millstream.decoding import decode_json
 from millstream.env.sandbox.programs import PROMISES, what_is_contained
 from millstream.errors import MillstreamError
 from millstream.hub import why_not_on_hub
@@ -101,7 +101,7 @@ def _torch() -> Iterator[MachineCheck]:
     try:
         asked = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_S)
         said = asked.stdout.strip().splitlines()
-        torch = msgspec.json.decode(said[-1], type=TorchFound) if asked.returncode == 0 and said else None
+        torch = decode_json(said[-1], TorchFound) if asked.returncode == 0 and said else None
         why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         torch, why = None, f"it takes longer than {TORCH_S:g} s to import"

@@ -22,6 +22,7 @@ from msgspec import Struct, structs
 from transformers import PreTrainedTokenizerBase
 
 from millstream.clock import RealClock
+from millstream.decoding import msgpack_decoder
 from millstream.engine.native.lines import LineEngine
 from millstream.env.config import EnvironmentConfig
 from millstream.env.registry import Environments
@@ -31,7 +32,7 @@ from millstream.events.sinks import Tee
 from millstream.model.load import load_tokenizer, set_up_cpu
 from millstream.pipeline.worker_host import HostSetup, OnBroken, OpenLine, ToDriver, ToWorker, WorkerHost
 from millstream.pipeline.workers import NUM_CHECKS, OnExit, OnMessage, WorkerPlan
-from millstream.rpc.call import Channel, Packet, PacketKind, Remote, typed_decoder
+from millstream.rpc.call import Channel, Packet, PacketKind, Remote
 from millstream.rpc.process import Launcher, LocalLauncher, own_node
 from millstream.rpc.serve import end_process, exit_with
 from millstream.run.build import build_environment
@@ -137,7 +138,7 @@ class _Process:
             return
         environment: Environments | None = None
         try:
-            setup: RolloutWorkerSetup = typed_decoder(RolloutWorkerSetup).decode(first.body)
+            setup: RolloutWorkerSetup = msgpack_decoder(RolloutWorkerSetup).decode(first.body)
             environment = build_environments(setup)
             store = await _connect_store(setup.store)
             host = WorkerHost(self._channel, setup.host, environment, store, _connect_engine, RealClock())
@@ -171,7 +172,7 @@ class _Process:
             if packet.kind is PacketKind.CLOSE:
                 self._closed.set()
             else:
-                host.handle(typed_decoder(ToWorker).decode(packet.body), packet.number)
+                host.handle(msgpack_decoder(ToWorker).decode(packet.body), packet.number)
 
 
 def build_environments(setup: RolloutWorkerSetup) -> Environments:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from millstream.decoding import decode_json, decode_msgpack
 from millstream.serve.store.columns import JSON, MESSAGEPACK, encode_body
 
 T = TypeVar("T")
@@ -48,8 +49,8 @@ class BodyReader:
             raise HttpError(415, f"expected a body of Content-Type {JSON} or {MESSAGEPACK}")
         try:
             if sent_as == MESSAGEPACK:
-                return msgspec.msgpack.decode(body, type=kind)
-            return msgspec.json.decode(body, type=kind)
+                return decode_msgpack(body, kind)
+            return decode_json(body, kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
             known = f". Known: {', '.join(kind.__struct_fields__)}" if "unknown field" in str(wrong) else ""
             raise HttpError(400, f"{request.method} {request.url.path}: {wrong}{known}") from wrong

@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millstream.clock import Clock
+from millstream.decoding import decode_json
 from millstream.engine import EngineStats
 from millstream.errors import DataError
 from millstream.pipeline.admission import Admission
@@ -86,10 +87,10 @@ class SessionJournal:
 
     def _read_line(self, line: bytes) -> None:
         if line.startswith(START):
-            self._starts.append((len(self), msgspec.json.decode(line, type=JournalStart).resumed_at))
+            self._starts.append((len(self), decode_json(line, JournalStart).resumed_at))
             self._end += len(line)
         else:
-            self._add(len(line), msgspec.json.decode(line, type=OutsideRollout))
+            self._add(len(line), decode_json(line, OutsideRollout))
 
     def __len__(self) -> int:
         return len(self._oldest)
@@ -134,7 +135,7 @@ class SessionJournal:
     def _read(self, number: int) -> OutsideRollout:
         with self._path.open("rb") as file:
             file.seek(self._begins[number])
-            rollout = msgspec.json.decode(file.readline(), type=OutsideRollout)
+            rollout = decode_json(file.readline(), OutsideRollout)
         return _not_after(rollout, self._newest(number))
 
     def _newest(self, number: int) -> int:
@@ -221,7 +222,7 @@ class LearningService(ModelService):
         return [*super().routes(), Route("/v1/sessions/{session_id}/reward", self.reward, methods=["POST"])]
 
     async def health(self, request: Request) -> Response:
-        found = msgspec.json.decode((await super().health(request)).body)
+        found = decode_json((await super().health(request)).body, dict[str, Any])
         return json_response({**found, "rewarded": len(self._journal), "steps": self._admission.version})
 
     async def reward(self, request: Request) -> Response:

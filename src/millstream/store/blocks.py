@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from millstream.decoding import decode_msgpack, msgpack_decoder
 from millstream.errors import StoreError
 from millstream.store.base import Columns, Saved
 
@@ -85,7 +86,7 @@ def to_extension(value: Any) -> Any:
 def from_extension(code: int, data: memoryview) -> Any:
     if code not in (ARRAY, SCALAR, TENSOR):
         raise StoreError(f"a saved column of unknown kind {code}")
-    saved = msgspec.msgpack.decode(data, type=_Array)
+    saved = decode_msgpack(data, _Array)
     array = np.frombuffer(saved.data, dtype=raw_dtype(saved.dtype)).reshape(saved.shape).copy()
     if code == TENSOR:
         return as_tensor(array, saved.dtype)
@@ -111,7 +112,7 @@ class ColumnLayout(Struct, array_like=True):
     """Where the buffers begin, counted from the end of the header, and their sizes."""
 
 
-_header = msgspec.msgpack.Decoder(list[ColumnLayout])
+_header = msgpack_decoder(list[ColumnLayout])
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
 
 
@@ -294,14 +295,14 @@ def _is_tensor_type(kind: type) -> bool:
 
 def _unpack(data: bytes, column: ColumnLayout) -> list[Any]:
     if column.type == SEVERAL:
-        pairs = msgspec.msgpack.decode(data, type=list[tuple[str, msgspec.Raw]])
+        pairs = decode_msgpack(data, list[tuple[str, msgspec.Raw]])
         return [_decode(cell, _find_type(name)) for name, cell in pairs]
     cells: list[Any] = _decode(data, list[_find_type(column.type)])  # type: ignore[misc]
     return cells
 
 
 def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    return msgspec.msgpack.decode(data, type=kind, ext_hook=from_extension, dec_hook=_already)
+    return msgpack_decoder(kind, ext_hook=from_extension, dec_hook=_already).decode(data)
 
 
 def _find_type(name: str) -> Any:
@@ -326,7 +327,7 @@ def _already(kind: type, value: Any) -> Any:
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
-_snapshot = msgspec.msgpack.Decoder(Saved, ext_hook=from_extension)
+_snapshot = msgpack_decoder(Saved, ext_hook=from_extension)
 
 
 def encode_snapshot(saved: Saved) -> bytes:
@@ -335,4 +336,5 @@ def encode_snapshot(saved: Saved) -> bytes:
 
 def decode_snapshot(data: bytes) -> Saved:
     """Raises `msgspec.DecodeError` if the bytes are not those of a snapshot."""
-    return _snapshot.decode(data)
+    found: Saved = _snapshot.decode(data)
+    return found

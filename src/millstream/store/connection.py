@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 import millstream.errors
+from millstream.decoding import msgpack_decoder
 from millstream.errors import StoreError
 from millstream.retry import BackOff, Retry
 from millstream.rpc.frames import FrameError, FrameProtocol
@@ -42,7 +43,7 @@ class CoordinatorConnection:
         self._waiting: dict[int, tuple[wire.RequestBody, asyncio.Future[wire.ReplyBody]]] = {}
         self._received: list[int] = []  # answers that the coordinator need not keep
         self._next_number = 1
-        self._decoder = msgspec.msgpack.Decoder(wire.StoreReply)
+        self._decoder = msgpack_decoder(wire.StoreReply)
         self._reconnecting: asyncio.Task[None] | None = None
         self._error: StoreError | None = None
         self._has_failed = asyncio.Event()

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from millstream import folders
+from millstream.decoding import decode_json
 from millstream.errors import StoreError
 from millstream.retry import BackOff
 from millstream.store.base import Reads
@@ -190,7 +191,7 @@ def _end_with_parent(plan: StorePlan) -> None:
 
 def coordinator_main(path: Path) -> None:
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=StorePlan)
+        plan = decode_json(path.read_bytes(), StorePlan)
         threading.Thread(target=_end_with_parent, args=(plan,), name="parent", daemon=True).start()
         asyncio.run(run_coordinator(plan))
     except (KeyboardInterrupt, StoreError) as error:

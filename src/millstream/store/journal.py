@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import msgpack_decoder
 from millstream.errors import StoreError
 from millstream.store import wire
 from millstream.store.base import Want
@@ -105,7 +106,7 @@ class JournalRecord(Struct, array_like=True):
 class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._decoder = msgspec.msgpack.Decoder(JournalRecord)
+        self._decoder = msgpack_decoder(JournalRecord)
         self._encoder = msgspec.msgpack.Encoder()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from millstream.decoding import msgpack_decoder
 from millstream.errors import StoreError
 from millstream.rpc.frames import MAX_FRAME_BYTES, FrameError, FrameProtocol
 from millstream.store import wire
@@ -20,7 +21,7 @@ LONGER = 10
 FORGET_S = 3600.0
 """How long the answers to an expired client are kept: it may still be alive, and repeat requests that were carried out."""
 encode_reply = msgspec.msgpack.Encoder().encode
-decode_reply = msgspec.msgpack.Decoder(wire.ReplyBody).decode
+decode_reply = msgpack_decoder(wire.ReplyBody).decode
 
 
 class ClientSession:
@@ -94,7 +95,7 @@ class ClientSessions:
         self._disconnect_s = disconnect_s
         self._on_request = on_request
         self._on_expired = on_expired
-        self._decoder = msgspec.msgpack.Decoder(wire.StoreRequest)
+        self._decoder = msgpack_decoder(wire.StoreRequest)
         self.by_name: dict[str, ClientSession] = {}
 
     def find(self, name: str) -> ClientSession:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import msgspec
 
+from millstream.decoding import decode_json
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.http.dialects import Dialect, JsonObject, ServerCall, StreamedTokens
 from millstream.errors import EngineError, EngineMisconfigured, RequestRefused
@@ -113,7 +114,7 @@ class ServerConnection:
         if not response.is_success:
             raise self._refusal(call.path, response)
         try:
-            answer = msgspec.json.decode(response.content) if response.content else None
+            answer = decode_json(response.content, Any) if response.content else None
         except msgspec.DecodeError:
             answer = None
         try:
@@ -160,7 +161,7 @@ class ServerConnection:
 
     def _event(self, path: str, data: str) -> JsonObject:
         try:
-            event = msgspec.json.decode(data)
+            event = decode_json(data, Any)
         except msgspec.DecodeError as wrong:
             raise TransientFailure(
                 f"{self.url}{path}: an event that is no JSON: {data[:MAX_SHOWN_CHARACTERS]}"

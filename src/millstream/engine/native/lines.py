@@ -24,12 +24,13 @@ from contextlib import suppress
 from msgspec import MsgspecError, Struct, structs
 
 from millstream.clock import Clock
+from millstream.decoding import msgpack_decoder
 from millstream.engine.base import NO_REQUEST, EngineLine
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.worker import Abort, Add, Command, WorkerReport
 from millstream.errors import EngineGone
 from millstream.events import EventSink
-from millstream.rpc.call import Channel, typed_decoder
+from millstream.rpc.call import Channel
 from millstream.rpc.frames import FrameError, Frames, frame, keep_alive
 from millstream.rpc.process import own_host
 from millstream.types import RequestKey, Weights
@@ -123,7 +124,7 @@ class LinkHub:
     def _read(self, line: _Line) -> list[Command]:
         try:
             packets = line.channel.receive(block=False)
-            sent = [typed_decoder(Add | Abort).decode(packet.body) for packet in packets or []]
+            sent = [msgpack_decoder(Add | Abort).decode(packet.body) for packet in packets or []]
         except (MsgspecError, FrameError):
             packets, sent = None, []
         if packets is None:
@@ -244,7 +245,7 @@ class LineHost:
             self._channel.connect(connection)
             while (packets := self._channel.receive(block=True)) is not None:
                 for packet in packets:
-                    on_report(typed_decoder(WorkerReport).decode(packet.body))
+                    on_report(msgpack_decoder(WorkerReport).decode(packet.body))
         except (OSError, MsgspecError) as error:
             why = f"its line broke: {error}"
         on_report(WorkerReport([], [], broken=why))

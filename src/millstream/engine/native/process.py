@@ -17,12 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from millstream.decoding import decode_msgpack, msgpack_decoder
 from millstream.engine import EngineConfig
 from millstream.engine.base import EngineLine
 from millstream.engine.native.batching import Batcher
@@ -34,7 +34,7 @@ from millstream.model.adapters import add_adapters, lora_of
 from millstream.model.load import FEW_CORES, decoder_of, load_tokenizer, model_weights, num_cores, set_up_cpu
 from millstream.model.lora import LoraConfig
 from millstream.model.spec import build_described, described, has_own_code
-from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, typed_decoder
+from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind
 from millstream.rpc.process import own_node
 from millstream.types import Weights
 from millstream.weights.transfer import WeightsRef
@@ -146,7 +146,7 @@ class ChannelLink:
             self._unread += packets
         setup = self._unread.pop(0)
         self._setup_call = setup.number
-        return None if setup.kind is PacketKind.CLOSE else msgspec.msgpack.decode(setup.body, type=kind)
+        return None if setup.kind is PacketKind.CLOSE else decode_msgpack(setup.body, kind)
 
     def begin(self, take_offer: Callable[[WeightsRef], object]) -> None:
         """Tell the engine that the worker is ready. Offers are taken on a thread of their own, one after the other; what
@@ -179,10 +179,10 @@ class ChannelLink:
                 return [*commands, self._close()]
             for packet in packets:
                 if packet.kind is PacketKind.CALL:
-                    self._offers.put((packet.number, typed_decoder(Offer).decode(packet.body).ref))
+                    self._offers.put((packet.number, msgpack_decoder(Offer).decode(packet.body).ref))
                 else:
                     is_close = packet.kind is PacketKind.CLOSE
-                    commands.append(self._close() if is_close else typed_decoder(Command).decode(packet.body))
+                    commands.append(self._close() if is_close else msgpack_decoder(Command).decode(packet.body))
             if commands or not block:
                 return commands
 

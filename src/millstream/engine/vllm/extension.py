@@ -14,6 +14,7 @@ import msgspec
 import torch
 from msgspec import structs
 
+from millstream.decoding import decode_json
 from millstream.errors import WeightsError
 from millstream.rpc.call import describe_error
 from millstream.rpc.process import own_node
@@ -34,7 +35,7 @@ class WorkerExtension:
         """Begin to fetch and verify the weights of this `WeightsRef` (JSON), on a thread. Every rank of several fetches all of
         them. A line in the pipe says that they are there, or why not."""
         self._millstream_release()  # of an offer that was never loaded
-        arguments = (msgspec.json.decode(ref, type=WeightsRef), pipe)
+        arguments = (decode_json(ref, WeightsRef), pipe)
         threading.Thread(target=self._millstream_take, args=arguments, name="weights", daemon=True).start()
 
     def _millstream_take(self, ref: WeightsRef, pipe: str) -> None:

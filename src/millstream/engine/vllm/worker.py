@@ -33,6 +33,7 @@ from typing import IO, Any
 import msgspec
 
 from millstream import folders
+from millstream.decoding import decode_json
 from millstream.engine.base import SPAN_S
 from millstream.engine.native.process import ChannelLink
 from millstream.engine.native.strings import DecodeTokens, ends_with_one
@@ -249,7 +250,7 @@ class VllmWorker:
         fetching = self._llm.collective_rpc("millstream_fetch", args=arguments)
         asyncio.run_coroutine_threadsafe(fetching, self._loop).result()
         lines = [self._fetched.readline() for _ in range(self._setup.vllm.tensor_parallel)]
-        for said in (msgspec.json.decode(line, type=ErrorInfo | None) for line in lines):
+        for said in (decode_json(line, ErrorInfo | None) for line in lines):
             if said is not None:
                 raise error_from(said)
 

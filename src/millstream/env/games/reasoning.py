@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from millstream.decoding import decode_json
 from millstream.env.base import Context
 from millstream.errors import ConfigError
 from millstream.rpc.threads import DaemonThreads
@@ -91,7 +92,7 @@ class ReasoningGym:
 @functools.lru_cache(maxsize=512)
 def made(name: str, seed: int, config: bytes) -> Any:
     """Some read files when they are made: once is enough."""
-    settings = msgspec.json.decode(config)
+    settings = decode_json(config, dict[str, Any])
     try:
         return _library().create_dataset(name, **{"size": CHUNK, "seed": seed, **settings})
     except Exception as error:  # a library that raises many kinds: reported as one, with its cause

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import to_type
 from millstream.env.sandbox.base import Limits
 from millstream.env.sandbox.keepers import SandboxBroken
 from millstream.env.sandbox.programs import Contained, ProgramSandbox, what_is_contained
@@ -123,9 +124,7 @@ def tests_of(task: Task) -> list[str] | list[Pair]:
     tests = task.data.get("tests")
     is_statements = isinstance(tests, list) and bool(tests) and isinstance(tests[0], str)
     try:
-        found: list[str] | list[Pair] = (
-            msgspec.convert(tests, list[str]) if is_statements else msgspec.convert(tests, list[Pair])
-        )
+        found: list[str] | list[Pair] = to_type(tests, list[str]) if is_statements else to_type(tests, list[Pair])
         problem = "" if found else "an empty list"
     except msgspec.ValidationError as error:
         problem = str(error)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import decode_json
 from millstream.errors import ConfigError, RewardFailed
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class Endpoint:
 
     def _content(self, body: bytes) -> str:
         try:
-            completion = msgspec.json.decode(body, type=_Completion)
+            completion = decode_json(body, _Completion)
         except msgspec.MsgspecError as error:
             what = f"expected a chat completion, got {body[:SHOWN]!r} ({error})"
             raise RewardFailed(f"reward {self._name}: {what}") from error

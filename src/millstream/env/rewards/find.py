@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from millstream import imports
 from millstream.config import problems
+from millstream.decoding import to_type
 from millstream.env.rewards.code import PythonTests
 from millstream.env.rewards.config import RewardConfig, functions_of
 from millstream.env.rewards.foreign import adapted, check_foreign, library_of, parameters_of
@@ -186,7 +187,7 @@ def _typed(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]
         for problem in problems(value, hints[name], f"args.{name}."):
             raise ConfigError(f"reward {config.function}, {problem}")
         try:
-            typed[name] = msgspec.convert(value, hints[name])
+            typed[name] = to_type(value, hints[name])
         except msgspec.ValidationError as error:
             raise ConfigError(f"reward {config.function}, args.{name} = {shown(repr(value))}: {error}") from error
     return typed

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import decode_json
 from millstream.env.sandbox.base import Limits
 from millstream.errors import MillstreamError
 
@@ -134,7 +135,7 @@ class Keeper:
             raise SandboxBroken("the keeper of a program does not answer") from error
         if not answer:
             raise SandboxBroken("the keeper of a program was killed")
-        ended = msgspec.json.decode(answer, type=ProgramEnd)
+        ended = decode_json(answer, ProgramEnd)
         if ended.how == "broken":
             raise SandboxBroken(f"the sandbox cannot be set up: {ended.why}")
         return ended

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import to_type
 from millstream.env.sandbox.base import Executed, Sandbox
 from millstream.env.sandbox.config import SandboxConfig, sandbox_maker
 from millstream.errors import EnvironmentFailed, SandboxLost
@@ -159,7 +160,7 @@ def _wanted(task: Task) -> TaskFiles | None:
     if "files" not in task.data and "setup" not in task.data:
         return None
     try:
-        return msgspec.convert(task.data, TaskFiles)
+        return to_type(task.data, TaskFiles)
     except msgspec.ValidationError as error:
         raise EnvironmentFailed(
             f"task {task.id}: {error}: expected `files`, a table of paths and texts, and `setup`, a shell command"

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import to_type
 from millstream.errors import ConfigError
 
 ARGUMENTS = re.compile(r"^\s*(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
@@ -34,7 +35,7 @@ class ToolFunction(Struct, frozen=True, kw_only=True, eq=False):
 
     def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with their types. Raises `msgspec.ValidationError`, which says what was expected."""
-        made = msgspec.convert(arguments, self.arguments)
+        made = to_type(arguments, self.arguments)
         return {name: getattr(made, name) for name in self.arguments.__struct_fields__ if name in arguments}
 
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from millstream.decoding import msgpack_decoder
 from millstream.errors import LogError
 from millstream.events.rollouts.records import Attempt, GroupFate, Outcome, Record, TakenRows, TrainedRows
 from millstream.types import Finish, Floats, HalfFloats, Rollout, TrainRow
@@ -117,8 +118,8 @@ class ChunkBody(Struct, frozen=True, array_like=True):
 NO_TOKENS = np.zeros(0, np.int32)
 NO_MASK = np.zeros(0, np.bool_)
 NO_FLOATS = np.zeros(0, np.float32)
-_head = msgspec.msgpack.Decoder(ChunkHead)
-_body = msgspec.msgpack.Decoder(ChunkBody)
+_head = msgpack_decoder(ChunkHead)
+_body = msgpack_decoder(ChunkBody)
 _encode = msgspec.msgpack.Encoder(enc_hook=dict).encode  # parts of a reward may be any mapping
 Numbered = tuple[int, Record]
 

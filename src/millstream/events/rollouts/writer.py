@@ -25,6 +25,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Struct, structs
 
+from millstream.decoding import decode_json
 from millstream.errors import LogError
 from millstream.events.rollouts.chunks import Numbered, encode_chunk, encode_cut, end_of
 from millstream.events.rollouts.records import Record
@@ -56,7 +57,7 @@ def stratum_file(folder: Path, stratum: int) -> Path:
 def read_sampled(folder: Path) -> SampledAway:
     path = folder / SAMPLED_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=SampledAway) if path.exists() else SampledAway()
+        return decode_json(path.read_bytes(), SampledAway) if path.exists() else SampledAway()
     except (OSError, msgspec.DecodeError) as error:
         raise LogError(f"{path} cannot be read: {error}") from error
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import to_type
 from millstream.env import SplitReward
 from millstream.env.rewards.call import is_coroutine
 from millstream.errors import EnvironmentFailed, shown
@@ -180,7 +181,7 @@ def _own_reward(folder: Path) -> SplitReward | None:
         return None
     try:
         value = json.loads(path.read_text())
-        split = msgspec.convert(value if isinstance(value, dict) else {"reward": value}, SplitReward)
+        split = to_type(value if isinstance(value, dict) else {"reward": value}, SplitReward)
         if split == SplitReward():
             raise ValueError(f"it is {shown(str(value))}")
         return split

@@ -21,6 +21,7 @@ import httpx2
 import msgspec
 import numpy as np
 
+from millstream.decoding import decode_json, decode_msgpack, to_type
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
 from millstream.serve.store.bodies import NewWeights
 from millstream.serve.store.columns import MESSAGEPACK, columns_in, columns_out, encode_body
@@ -82,7 +83,7 @@ class HttpStore:
                 break
             await asyncio.sleep(float(response.headers.get("retry-after", "1")))
         if response.is_success:
-            return msgspec.msgpack.decode(response.content) if response.content else None
+            return decode_msgpack(response.content, Any) if response.content else None
         kind = {408: StoreTimeout, 410: StreamEnded}.get(response.status_code, StoreError)
         raise kind(f"{response.status_code}: {_message(response)}")
 
@@ -186,7 +187,7 @@ class HttpStore:
         raise StoreError("snapshots are restored in the store's process, not over HTTP")
 
     async def stats(self) -> StoreStats:
-        return msgspec.convert((await self.request("GET", "/v1/stats"))[self._section], StoreStats)
+        return to_type((await self.request("GET", "/v1/stats"))[self._section], StoreStats)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class HttpStore:
             query = f"wait_s={min(left, self._poll_s)}" + ("" if after is None else f"&after={after}")
             answer = await self.request("GET", f"/v1/weights?{query}")
             if answer is not None:
-                return msgspec.convert(answer, NewWeights)
+                return to_type(answer, NewWeights)
             if until is not None and loop.time() >= until:
                 return None
 
@@ -220,7 +221,7 @@ def _plain(values: Any) -> Any:
 
 def _message(response: httpx2.Response) -> str:
     try:
-        return str(msgspec.json.decode(response.content)["error"])
+        return str(decode_json(response.content, dict[str, Any])["error"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return response.text[:200]
 

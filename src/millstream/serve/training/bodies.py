@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from millstream.decoding import decode_json
 from millstream.learner.optimizer import AdamSettings
 from millstream.serve.http import HttpError
 
@@ -190,7 +191,7 @@ class CancelBody(Body, frozen=True, kw_only=True):
 def read_json(body: bytes, kind: type[B]) -> B:
     """Raises `HttpError`."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
         known = f". Known: {', '.join(kind.__struct_fields__)}" if "unknown field" in str(wrong) else ""
         raise HttpError(422, f"{wrong}{known}") from wrong

@@ -26,6 +26,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
+from millstream.decoding import decode_json, decode_msgpack
 from millstream.paths import sync_path
 from millstream.serve.training.futures import Result
 
@@ -88,7 +89,7 @@ def write_json(path: Path, value: Struct) -> None:
 
 
 def read_json_file(path: Path, kind: type[S]) -> S:
-    return msgspec.json.decode(path.read_bytes(), type=kind)
+    return decode_json(path.read_bytes(), kind)
 
 
 def write_records(file: FileIO, entries: Sequence[JournalEntry]) -> int:
@@ -137,7 +138,7 @@ class RequestJournal:
             record = data[at + HEADER.size : at + HEADER.size + length]
             if len(record) < length or zlib.crc32(record) != checksum:
                 break
-            found.append(msgspec.msgpack.decode(record, type=JournalEntry))
+            found.append(decode_msgpack(record, JournalEntry))
             at += HEADER.size + length
         os.truncate(path, at)
         self.num_bytes = at
@@ -147,7 +148,7 @@ class RequestJournal:
         folder = self.snapshot_folder
         if folder is None:
             return SnapshotInfo(version=0, next_seq_id=1)
-        return msgspec.msgpack.decode((folder / SNAPSHOT).read_bytes(), type=SnapshotInfo)
+        return decode_msgpack((folder / SNAPSHOT).read_bytes(), SnapshotInfo)
 
     def begin_next(self, write: Callable[[Path], None], info: SnapshotInfo, waiting: Sequence[JournalEntry]) -> None:
         """A new snapshot, and a new journal with the requests that are still to be computed. Raises what `write` does, or

@@ -33,6 +33,7 @@ from msgspec import Struct, structs
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from millstream.decoding import decode_msgpack, msgpack_decoder
 from millstream.errors import WeightsSuperseded, WeightsUnreachable
 from millstream.model.shared_memory import views_of
 from millstream.retry import BackOff, Retry
@@ -96,7 +97,7 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._frames = Frames(connection, MAX_MESSAGE_BYTES)
-        self._decoder = msgspec.msgpack.Decoder(PeerMessage)
+        self._decoder = msgpack_decoder(PeerMessage)
 
     def send(self, message: PeerMessage) -> None:
         try:
@@ -274,7 +275,7 @@ class NcclFetch(BroadcastFetch):
 
 
 def offer_in(ref: WeightsRef, way: TransferWay) -> BroadcastOffer:
-    return msgspec.msgpack.decode(ref.offers[way], type=BroadcastOffer)
+    return decode_msgpack(ref.offers[way], BroadcastOffer)
 
 
 def receive(

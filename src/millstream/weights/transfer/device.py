@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from millstream.decoding import decode_msgpack
 from millstream.errors import WeightsError, WeightsUnreachable
 from millstream.model.shared_memory import views_of
 from millstream.weights.transfer.base import (
@@ -63,7 +64,7 @@ class IpcFetch:
 
 
 def handle_in(ref: WeightsRef) -> IpcHandle:
-    return msgspec.msgpack.decode(ref.offers["ipc"], type=IpcHandle)
+    return decode_msgpack(ref.offers["ipc"], IpcHandle)
 
 
 def open_handle(handle: IpcHandle, num_bytes: int) -> Tensor:
