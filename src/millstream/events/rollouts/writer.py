@@ -85,7 +85,7 @@ class RolloutWriter:
     which are counted, and not the run."""
 
     FLUSH_S = 5.0
-    MAX_WAITING = 512  # records
+    MAX_WAITING = 8192  # records
     PAUSE_S = 2e-4
 
     def __init__(self, folder: Path, *, max_bytes: float, last_seq: Callable[[], int]) -> None:
