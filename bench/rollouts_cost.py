@@ -1,16 +1,17 @@
 """What does it cost to keep every rollout? One run keeps rollouts for some steps, then keeps none for as many, and so on:
 neighbouring blocks of steps have the same model, the same load and the same minute of the machine. Seconds and processor time
 of a row, of all processes, with and without; the ratio of neighbours with its 95% interval (Student's, of logarithms). Also the
-share of the processor time that the writer's thread takes, and the bytes of a record.
+share of writing in the processor time of the blocks that keep, and the bytes of a record.
 
-Records that wait at the end of a block are written within it, while the run waits. A block without kept rollouts is what a run
-with `rollout.keep_gb = 0` does. The demo has no filter here, so that all steps have the same number of rollouts. The first
-fifth of the steps is left out.
+Records that wait at the end of a block are written within it, while the run waits: blocks should be several times as long as
+the writer's interval of 5 s. A block without kept rollouts does what a run with `rollout.keep_gb = 0` does, without rollout
+workers and without ranks that read the store. There are no checkpoints, at which the files are made durable. The demo has no
+filter, so that all steps have the same number of rollouts. The first fifth of the steps is left out.
 
 With --cell, a cell of `bench/end_to_end.py` instead of the demo: on a GPU 474M parameters with 512 rollouts a step.
 
-    .venv/bin/python bench/rollouts_cost.py [--json] [--smoke] [--steps 400] [--block 5]
-    .venv/bin/python bench/rollouts_cost.py --cell short/2 --seconds 200 --block 1 [--folder runs/end-to-end]
+    .venv/bin/python bench/rollouts_cost.py [--json] [--smoke] [--steps 1750] [--block 100]
+    .venv/bin/python bench/rollouts_cost.py --cell short/2 --seconds 200 --block 4 [--folder runs/end-to-end]
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Block(NamedTuple):
     is_kept: bool
     seconds: float
     processor_s: float
+    writing_s: float  # of that: of the writer's thread, and of others that make it write
     num_rows: int
 
 
@@ -49,8 +51,8 @@ class Alternating:
 
     def __init__(self, first: int, block: int) -> None:
         self.blocks: list[Block] = []
-        self.writer_s = 0.0  # processor seconds of the writer's thread, and of others that make it write
         self.num_records = 0
+        self._writing_s = 0.0
         self._first = first
         self._block = block
         self._writer: RolloutWriter | None = None
@@ -72,7 +74,7 @@ class Alternating:
         def timed(writer: RolloutWriter, *arguments: Callable[[], None]) -> None:
             began = time.thread_time()
             flush(writer, *arguments)
-            self.writer_s += time.thread_time() - began
+            self._writing_s += time.thread_time() - began
 
         with patch.object(RolloutWriter, "add", gated), patch.object(RolloutWriter, "flush", timed):
             yield
@@ -89,17 +91,20 @@ class Alternating:
         now_s, now_processor_s = time.perf_counter(), processor_s(os.getpid())
         if past:
             taken_s, taken_processor_s = now_s - self._began_s, now_processor_s - self._began_processor_s
-            self.blocks.append(Block(self._is_kept, taken_s, taken_processor_s, self._rows))
+            self.blocks.append(Block(self._is_kept, taken_s, taken_processor_s, self._writing_s, self._rows))
         self._is_kept = past // self._block % 4 in (0, 3)
         self._rows = 0
+        self._writing_s = 0.0
         self._began_s, self._began_processor_s = now_s, now_processor_s
 
     @property
     def pairs(self) -> list[tuple[Block, Block]]:
-        """With kept rollouts and without: neighbours."""
+        """With kept rollouts and without: neighbours, each with rows that were trained."""
         whole = self.blocks[: len(self.blocks) // 2 * 2]
         return [
-            (one, other) if one.is_kept else (other, one) for one, other in zip(whole[::2], whole[1::2], strict=True)
+            (one, other) if one.is_kept else (other, one)
+            for one, other in zip(whole[::2], whole[1::2], strict=True)
+            if one.num_rows and other.num_rows
         ]
 
 
@@ -143,10 +148,12 @@ def run_cell_of(found: Alternating, folder: Path, options: argparse.Namespace) -
     return bytes_in(folder / "run")
 
 
-def rows_of(found: Alternating, num_bytes: int, processors_s: float, options: argparse.Namespace) -> list[Row]:
+def rows_of(found: Alternating, num_bytes: int, options: argparse.Namespace) -> list[Row]:
     workload = options.cell or f"demo, {options.steps} steps"
     peer = "rollout.keep_gb = 0"
-    kept, dropped = ([block for block in found.blocks if block.is_kept is is_kept] for is_kept in (True, False))
+    if not found.pairs:
+        raise SystemExit(f"no two whole blocks of {options.block} steps: expected more steps, or more seconds")
+    kept, dropped = zip(*found.pairs, strict=True)
 
     def total(blocks: Sequence[Block], name: str) -> float:
         return float(sum(getattr(block, name) for block in blocks))
@@ -155,7 +162,7 @@ def rows_of(found: Alternating, num_bytes: int, processors_s: float, options: ar
         logs = [
             math.log((getattr(on, name) / on.num_rows) / (getattr(off, name) / off.num_rows))
             for on, off in found.pairs
-            if getattr(off, name) > 0 < getattr(on, name)
+            if getattr(off, name) > 0 and getattr(on, name) > 0
         ]
         if len(logs) > 1:
             mean = mean_estimate(logs)
@@ -167,29 +174,28 @@ def rows_of(found: Alternating, num_bytes: int, processors_s: float, options: ar
     processor = [1000 * total(some, "processor_s") for some in (kept, dropped)]
     per_row = [each / max(1.0, count) for each, count in zip(processor, rows, strict=True)]
     speed = [count / max(1e-9, each) for count, each in zip(rows, seconds, strict=True)]
-    share = found.writer_s / max(1e-9, processors_s / 2)  # about half of the run keeps
+    share = total(kept, "writing_s") / max(1e-9, total(kept, "processor_s"))
     return [
         cost(workload, "processor ms per trained rollout, all processes", per_row[0], peer, per_row[1]),
         rate(workload, "rollouts trained/s", speed[0], peer, speed[1], digits=1),
-        alone(workload, "share of the writer's thread in the processor time", share, digits=5),
+        alone(workload, "share of writing in the processor time", share, digits=5),
         alone(workload, "bytes a record", num_bytes / max(1, found.num_records), digits=1),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
-    parser.add("--steps", 400, smoke=6)
-    parser.add("--block", 5, smoke=1, help="steps")
+    parser.add("--steps", 1750, smoke=6)
+    parser.add("--block", 100, smoke=1, help="steps")
     parser.add("--cell", "", help="of bench/end_to_end.py, such as short/2; empty: the demo")
     parser.add("--seconds", 200.0, smoke=1.0, help="measured of a cell, after its warm-up")
     parser.add("--folder", Path("runs/end-to-end"), help="of a cell's model and prompts")
     options = parser.parse(argv)
-    first = 6 if options.cell else options.steps // 5
-    found, began = Alternating(first, options.block), processor_s(os.getpid())
+    found = Alternating(6 if options.cell else max(1, options.steps // 5), options.block)
     with tempfile.TemporaryDirectory() as folder:
         run = run_cell_of if options.cell else run_demo
         num_bytes = run(found, Path(folder), options)
-    publish(rows_of(found, num_bytes, processor_s(os.getpid()) - began, options), options)
+    publish(rows_of(found, num_bytes, options), options)
 
 
 if __name__ == "__main__":

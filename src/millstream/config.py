@@ -225,7 +225,7 @@ def parse_value(text: str, what: str) -> Any:
 
 def problems(data: Any, kind: Any, place: str, paths: Sequence[str] = ()) -> Iterator[str]:
     """What is wrong with the names of keys, with numbers, texts and choices; `paths` are all keys that there are. A type that
-    does not fit is found by `msgspec.convert`."""
+    does not fit is found by `to_type`."""
     name = place.rstrip(".")
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if isinstance(data, list):

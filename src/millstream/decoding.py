@@ -1,9 +1,10 @@
-"""Values of a type, from JSON, MessagePack and builtins. All of the package decodes through these, which make decoders one at a
-time: msgspec 0.22 describes a struct when the first decoder of it is made, and a thread that makes another one meanwhile reads
-the unfinished description, which is a segmentation fault."""
+"""Decoders of JSON, MessagePack and builtins, made one at a time. msgspec 0.22 describes a struct when the first decoder of it
+is made; a thread that makes another one meanwhile reads the unfinished description, and the process ends with a segmentation
+fault. So all of the package decodes through this module."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -12,8 +13,9 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 T = TypeVar("T")
-MAX_DECODERS = 1024  # kept; types may be made while a run is active, as those of a tool's arguments
+MAX_DECODERS = 1024  # kept; columns of a store may bring types while a run is active
 _lock = threading.RLock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 @lru_cache(maxsize=MAX_DECODERS)
@@ -58,4 +60,5 @@ def to_type(value: Any, kind: Any) -> Any: ...
 def to_type(value: Any, kind: Any) -> Any:
     """From dicts, lists, numbers and text. Raises `msgspec.ValidationError`."""
     with _lock:
-        return msgspec.convert(value, kind)
+        msgspec.msgpack.Decoder(kind)  # describes the structs of the type
+    return msgspec.convert(value, kind)

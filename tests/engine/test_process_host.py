@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from msgspec import structs
 
 from millstream.clock import RealClock
+from millstream.decoding import decode_msgpack
 from millstream.engine import EngineConfig
 from millstream.engine.native import host as hosts
 from millstream.engine.native.engine import TorchEngine
@@ -76,12 +76,12 @@ class NearEngine:
         return self
 
     def next(self) -> Packet:
-        return msgspec.msgpack.decode(self._frames.first() or b"", type=Packet)
+        return decode_msgpack(self._frames.first() or b"", Packet)
 
     def next_offer(self) -> int:
         """Its number."""
         packet = self.next()
-        msgspec.msgpack.decode(packet.body, type=Offer)
+        decode_msgpack(packet.body, Offer)
         return packet.number
 
     def answer(self, number: int) -> None:
@@ -145,7 +145,7 @@ def test_commands_of_one_turn_of_the_loop_are_sent_together_and_a_worker_that_do
 
     assert asyncio.run(program()) < 10.0 and len(written) == 3
     for number in [*range(10_000)] * 3:
-        assert msgspec.msgpack.decode(engine.next().body, type=Abort).number == number
+        assert decode_msgpack(engine.next().body, Abort).number == number
     engine.worker.kill()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from millstream.clock import RealClock
+from millstream.decoding import decode_msgpack
 from millstream.engine import EngineConfig
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, set_environment
@@ -238,5 +239,5 @@ def test_a_vllm_that_does_not_start_is_reported_with_the_reason(monkeypatch: pyt
     ours, theirs = socket.socketpair()
     ours.sendall(frame((PacketKind.CALL, 1, setup())))
     serve_vllm(theirs)  # there is no such folder, or no vLLM
-    packet = msgspec.msgpack.decode(Frames(ours).first() or b"", type=Packet)
+    packet = decode_msgpack(Frames(ours).first() or b"", Packet)
     assert packet.kind is PacketKind.FAILURE and b"Error: " in bytes(packet.body)

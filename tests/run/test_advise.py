@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from millstream.cli import main
+from millstream.decoding import decode_json
 from millstream.errors import MillstreamError
 from millstream.events import Event, Resumed, SettingChanged, Stepped, encode_event
 from millstream.events.bottleneck import Bottleneck
@@ -59,7 +59,7 @@ def test_advice_promises_what_the_change_gives_and_is_kept_and_reported(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "NUM_DRAWS", 1)
-    found = msgspec.json.decode(said("advise", str(run), "--json"), type=Advice)
+    found = decode_json(said("advise", str(run), "--json"), Advice)
     assert found.bottleneck.name == "turns" and not found.why_none
     promise = next(one for one in found.promises if one.settings == ("pipeline.max_lag=1",))
     gave = run_s(*SYNCHRONOUS) / run_s(*SYNCHRONOUS, "pipeline.max_lag=1")

@@ -19,6 +19,7 @@ import millstream
 from millstream.audit import audit
 from millstream.cli import main
 from millstream.config import load
+from millstream.decoding import to_type
 from millstream.errors import ConfigError, MillstreamError, StallError
 from millstream.events import (
     Event,
@@ -195,7 +196,7 @@ def test_a_node_that_fails_takes_its_engines_with_it_and_they_come_back(tmp_path
     """Requests continue elsewhere, and the run trains all that it should."""
     config = config_of(CLUSTER, *SMALL, "pipeline.steps=8", "engine.replicas=4")
     failures = {"planned": [{"at_s": 3.0, "node": 1}], "engines_per_node": 2, "restart_s": 4.0}
-    sim = msgspec.convert({**msgspec.to_builtins(costs_of(config)), "failures": failures}, SimConfig)
+    sim = to_type({**msgspec.to_builtins(costs_of(config)), "failures": failures}, SimConfig)
     events = simulate(config, sim).events
     assert {event.engine for event in of(events, ReplicaLeft)} == {"engine-2", "engine-3"}
     assert {event.engine for event in of(events, ReplicaJoined)} == {"engine-2", "engine-3"}
@@ -214,7 +215,7 @@ def test_nodes_are_counted_by_the_engines_that_the_run_has() -> None:
     config = config_of(CLUSTER, *SMALL, *servers)
     for node, is_there in ((2, True), (3, False)):
         failures = {"planned": [{"at_s": 1.0, "node": node}], "restart_s": 1.0}
-        sim = msgspec.convert({**msgspec.to_builtins(costs_of(config)), "failures": failures}, SimConfig)
+        sim = to_type({**msgspec.to_builtins(costs_of(config)), "failures": failures}, SimConfig)
         with nullcontext() if is_there else pytest.raises(ConfigError, match=r"3 engines .* nodes 0 to 2"):
             simulate(config, sim)
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from millstream.decoding import decode_msgpack
 from millstream.errors import RowsLost, StoreError
 from millstream.rpc.frames import FrameProtocol
 from millstream.store import Reads, Want, wire
@@ -45,7 +46,7 @@ class Caller:
         return self
 
     def _on_message(self, message: memoryview) -> None:
-        reply = msgspec.msgpack.decode(message, type=StoreReply)
+        reply = decode_msgpack(message, StoreReply)
         self.replies[reply.number] = reply.body
 
     def _on_lost(self) -> None:

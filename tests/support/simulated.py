@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from millstream.algo.advantages import grpo
 from millstream.algo.credit import Credit, Penalty, credit_of
 from millstream.clock import VirtualClock, run_virtual
+from millstream.decoding import decode_json
 from millstream.env import Environment
 from millstream.events import (
     GroupAdmitted,
@@ -133,7 +134,7 @@ class Diary:
             assert isinstance(snapshot.critic, SimSnapshot)
             snapshot, critic = snapshot
         assert isinstance(snapshot, SimSnapshot)
-        ledger = msgspec.json.decode(msgspec.json.encode(standing.ledger), type=Ledger)
+        ledger = decode_json(msgspec.json.encode(standing.ledger), Ledger)
         rows = blocks.decode_snapshot(blocks.encode_snapshot(standing.rows))
         standing = PipelineState(ledger, rows)
         kept = Kept(standing=standing, mark=mark, num_rows=snapshot.num_rows, critic_rows=critic.num_rows)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from millstream.decoding import decode_json
 from millstream.store import Want
 from millstream.store.client import Address, StoreClient
 
@@ -58,7 +58,7 @@ async def consume(store: StoreClient, ledger: Ledger) -> None:
 
 
 async def main(role: str, address: str, path: str, epoch: str) -> None:
-    store = await StoreClient.connect(msgspec.json.decode(address, type=Address))
+    store = await StoreClient.connect(decode_json(address, Address))
     ledger = Ledger(Path(path))
     await (produce(store, ledger, int(epoch)) if role == "produce" else consume(store, ledger))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from millstream.decoding import decode_msgpack
 from millstream.weights.transfer import WeightsRef
 from support.commands import Command
 
@@ -48,7 +49,7 @@ class Peer:
 
     def put(self, version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> WeightsRef:
         said = self.ask("put", version=version, num_bytes=num_bytes, device=device)
-        return msgspec.msgpack.decode(bytes.fromhex(said["ref"]), type=WeightsRef)
+        return decode_msgpack(bytes.fromhex(said["ref"]), WeightsRef)
 
     def stop_at(self, bucket: int, ref: WeightsRef, *, node: str = "b") -> None:
         """Let it fetch by broadcast; returns when it is stopped at this bucket."""

@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from millstream.decoding import decode_msgpack
 from millstream.errors import WeightsError
 from millstream.types import Weights
 from millstream.weights.transfer import WeightsRef, broadcast
@@ -62,7 +63,7 @@ class Worker:
         new = WeightsFetcher(node, timeout_s=timeout_s, device=torch.device(device))
         fetcher = self.fetchers.setdefault(f"{node} {device}", new)
         try:
-            self.fetched = fetcher.take(msgspec.msgpack.decode(bytes.fromhex(ref), type=WeightsRef))
+            self.fetched = fetcher.take(decode_msgpack(bytes.fromhex(ref), WeightsRef))
         except WeightsError as error:
             return {"error": type(error).__name__, "says": str(error)}
         return {"version": self.fetched.version, "way": self.fetched.way, **self.look()}

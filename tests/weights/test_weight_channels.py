@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from millstream.decoding import decode_msgpack
 from millstream.errors import WeightsError, WeightsSuperseded, WeightsUnreachable
 from millstream.store.segments import segment_folder
 from millstream.weights import TransferWay
@@ -92,7 +93,7 @@ def new_publisher(folder: Path) -> Iterator[NewPublisher]:
 
 
 def offer_of(ref: WeightsRef) -> BroadcastOffer:
-    return msgspec.msgpack.decode(ref.offers["broadcast"], type=BroadcastOffer)
+    return decode_msgpack(ref.offers["broadcast"], BroadcastOffer)
 
 
 def with_offer(ref: WeightsRef, offer: BroadcastOffer) -> WeightsRef:
