@@ -759,7 +759,7 @@ def test_a_rank_that_is_killed_after_a_resume_with_other_micro_batches_is_replac
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
-    kill_at(run_dir, 3, {"learner.ranks": 2, "pipeline.steps": 60, "checkpoint.every_steps": 2})
+    kill_at(run_dir, 3, {"learner.ranks": 2, "pipeline.steps": 200, "checkpoint.every_steps": 2})
     changes = ["--set", "learner.micro_batch_tokens=64", "--set", "pipeline.groups_per_step=2"]
     process = start_command([*resume_command(run_dir), *changes])
 

@@ -83,16 +83,16 @@ MORE_CASES = [
     Case(
         name="adapters in bfloat16, mini_batches, tied and capped",
         algorithm=AlgorithmConfig(loss="decoupled_ppo"),
-        learner=LearnerConfig(learning_rate=1e-2, mini_batches=2, lora=LoraConfig(rank=3)),
+        learner=LearnerConfig(learning_rate=1e-3, mini_batches=2, lora=LoraConfig(rank=3)),
         model="gemma2",
         dtype="bfloat16",
-        tolerance=0.05,
+        tolerance=0.1,  # one rank that takes the same rows in other passes differs by 0.01 to 0.04
     ),
 ]
 ADAPTERS = Case(
     name="adapters, mini_batches",
     algorithm=AlgorithmConfig(loss="decoupled_ppo"),
-    learner=LearnerConfig(learning_rate=1e-2, mini_batches=2, lora=LoraConfig(rank=3)),
+    learner=LearnerConfig(learning_rate=1e-3, mini_batches=2, lora=LoraConfig(rank=3)),
 )
 COMPILED = [
     Case(

@@ -54,11 +54,14 @@ def check_request(
     num_words: int | None = None,
     num_adapters: int | None = 0,
     limit: str = CONTEXT_LIMIT,
+    checks_tokens: bool = True,
 ) -> None:
     """Raises `RequestRefused` for a request that can never run, or whose failure would break others. `max_length`, `num_words`
     (ids that the model has an embedding for) and `num_adapters` None: there is no limit, or it is not known here. `limit`: what
-    sets `max_length`."""
-    wrong = _wrong_sampling(request.sampling) or _wrong_tokens(request, num_words)
+    sets `max_length`. `checks_tokens`: whether each token is looked at, which takes longer in every turn of a conversation."""
+    wrong = _wrong_sampling(request.sampling) or _wrong_numbers(request)
+    if wrong is None and checks_tokens:
+        wrong = _wrong_tokens(request, num_words)
     if wrong is not None:
         raise RequestRefused(f"{request.key}: {wrong}")
     if request.adapter is not None and num_adapters is not None and not 0 <= request.adapter < num_adapters:
@@ -83,13 +86,17 @@ def _wrong_sampling(sampling: Sampling) -> str | None:
     return None
 
 
-def _wrong_tokens(request: Request, num_words: int | None) -> str | None:
+def _wrong_numbers(request: Request) -> str | None:
     if not request.tokens:
         return "the prompt is empty"
     if not 0 <= request.num_sampled < len(request.tokens):
         return "num_sampled must be at least 0 and less than the number of tokens"
     if not 0 <= request.seed < 2**64:
         return f"seed = {request.seed}: expected at least 0 and less than 2**64"
+    return None
+
+
+def _wrong_tokens(request: Request, num_words: int | None) -> str | None:
     low, high = min(request.tokens), max(request.tokens)
     if low < 0 or (num_words is not None and high >= num_words):
         wrong = low if low < 0 else high

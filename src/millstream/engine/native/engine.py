@@ -91,7 +91,8 @@ class TorchEngine:
         return self._version
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        check_request(request, self._max_length, num_words=self._num_words, num_adapters=None)
+        words = self._num_words
+        check_request(request, self._max_length, num_words=words, num_adapters=None, checks_tokens=words is not None)
         waiter = _Waiter[Completion](on_sampled)
         with self._lock:
             if request.key in self._requests:
