@@ -28,7 +28,17 @@ from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, f
 from millstream.run.folder import RunFolder
 from millstream.store import Row, Saved, blocks
 from support.commands import start_command
-from support.runs import assert_clean, command, kill_at, metric_rows, resume, step_rows, steps_of, until
+from support.runs import (
+    assert_clean,
+    command,
+    kill_at,
+    metric_rows,
+    resume,
+    sealed_checkpoints,
+    step_rows,
+    steps_of,
+    until,
+)
 
 STEPS = 24
 
@@ -38,7 +48,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run that was killed after ten steps or so."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
     process = start_command(command(run_dir, {"pipeline.steps": STEPS}))
-    until(lambda: steps_of(run_dir) >= 10 and len(sealed_in(run_dir)) > 1, process)
+    until(lambda: steps_of(run_dir) >= 10 and sealed_checkpoints(run_dir) > 1, process)
     process.kill()
     process.wait()
     assert_clean(run_dir)

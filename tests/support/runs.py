@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -78,9 +79,16 @@ def until(condition: Callable[[], bool], process: Command | subprocess.Popen[byt
 
 
 def sealed_checkpoints(run_dir: Path) -> int:
-    """Checkpoints that are complete, by the log."""
+    """Checkpoints that are complete, by the log. The last one counts when it has its name, which it gets after its event."""
     path = run_dir / "events.jsonl"
-    return path.read_bytes().count(b'"kind":"checkpoint_sealed"') if path.exists() else 0
+    lines = (
+        [line for line in path.read_bytes().splitlines() if b'"kind":"checkpoint_sealed"' in line]
+        if path.exists()
+        else []
+    )
+    found = [int(match[1]) for line in lines if (match := re.search(rb'"version":(\d+)', line))]
+    has_name = bool(found) and (run_dir / f"checkpoints/step-{found[-1]:06d}").exists()
+    return len(found) - (not has_name) if found else 0
 
 
 def kill_at(run_dir: Path, step: int, changes: dict[str, object] | None = None, *, num_sealed: int = 2) -> None:
