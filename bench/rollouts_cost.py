@@ -95,7 +95,8 @@ class Alternating:
         self._is_kept = past // self._block % 4 in (0, 3)
         self._rows = 0
         self._writing_s = 0.0
-        self._began_s, self._began_processor_s = now_s, now_processor_s
+        self._began_s = now_s
+        self._began_processor_s = now_processor_s
 
     @property
     def pairs(self) -> list[tuple[Block, Block]]:
