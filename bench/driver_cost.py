@@ -13,7 +13,7 @@ pipeline, router, lines, store, events, worker processes. Rollouts are not kept 
 begin after its first third.
 
     .venv/bin/python bench/driver_cost.py [--json] [--smoke] [--tokens 100,1000,10000] [--workers 1] [--steps 60]
-    .venv/bin/python bench/driver_cost.py --tokens 1000 --workers 1,2,4,8          # a machine with 16 cores or more
+    .venv/bin/python bench/driver_cost.py --tokens 1000 --turns 16 --workers 1,2,4,8     # a machine with 16 cores or more
 """
 
 from __future__ import annotations
@@ -208,9 +208,10 @@ def instant_ranks(num_ranks: int, store: Any) -> Any:
 
 
 async def play(context: Context, num_turns: int = 4) -> float:
-    """Some turns, each after a few tokens."""
+    """Some turns, each after a few tokens: from half to one and a half times as many. With the same number for all, a worker's
+    rollouts would end together, and wait together for the driver."""
     shown = list(range(SHOWN))
-    for _ in range(num_turns):
+    for _ in range(num_turns // 2 + derive_seed(context.seed, "turns") % (num_turns + 1)):
         await context.generate(shown)
     return float(derive_seed(context.seed, "reward") % 2)
 
@@ -472,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--tokens", [100, 1000, 10000], smoke=[100], kind=numbers, help="of a rollout, all turns together")
     parser.add("--workers", [1], smoke=[1], kind=numbers, help="numbers of workers for turns/s")
-    parser.add("--turns", 4, help="of a rollout")
+    parser.add("--turns", 4, help="of a rollout, on average; an even number")
     parser.add("--steps", 60, smoke=6, help=f"of a run; each trains {GROUPS} groups of {MEMBERS}")
     options = parser.parse(argv)
     rows = list(driver_rows(options)) if options.workers[0] <= 1 and len(options.workers) == 1 else []

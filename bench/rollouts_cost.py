@@ -128,6 +128,7 @@ def run_demo(found: Alternating, folder: Path, options: argparse.Namespace) -> i
         "data.holdout=0",
         "evaluation.every_steps=",
         "learner.learning_rate=1e-6",
+        *options.change,
         "checkpoint.every_s=100000",
     ]
     with found.watched():
@@ -191,6 +192,7 @@ def rows_of(found: Alternating, num_bytes: int, options: argparse.Namespace) -> 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--steps", 1750, smoke=6)
+    parser.add_argument("--set", action="append", default=[], dest="change", metavar="a.b=c", help="of the demo")
     parser.add("--block", 100, smoke=1, help="steps")
     parser.add("--cell", "", help="of bench/end_to_end.py, such as short/2; empty: the demo")
     parser.add("--seconds", 200.0, smoke=1.0, help="measured of a cell, after its warm-up")

@@ -1,7 +1,7 @@
 """vLLM under Ray on one GPU that it shares with the learner, half each: how long new weights take to reach it through the
 memory of the GPU (`ipc`), through that of the node (`shared`), and through files. Real training runs with a model of random
-weights; each is audited. Written for an H200 with vLLM 0.23.0 and Ray 2.60, and not run there yet. Without a GPU `ipc` is left
-out; with `--smoke` and without vLLM our own engine takes its place, which shows that the benchmark runs.
+weights; each is audited. About two and a half minutes each on an H200, most of them the start of vLLM. Without a GPU `ipc` is
+left out; with `--smoke` and without vLLM our own engine takes its place, which shows that the benchmark runs.
 
     python bench/vllm_ray.py                         # about 0.5 billion parameters
     python bench/vllm_ray.py --hidden 2048 --layers 24 --steps 12
@@ -100,11 +100,14 @@ def run(options: argparse.Namespace) -> list[Row]:
     where = "half of a GPU each" if is_gpu else "a CPU"
     what = f"{options.engine} under Ray, {options.layers} layers of {options.hidden}, {where}"
     with tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder:
-        for way in ("ipc", "shared", PEER) if is_gpu else ("shared", PEER):
+        for way in options.ways.split(","):
+            if way == "ipc" and not is_gpu:
+                continue
             say(f"{what}: weights by {way}")
             found[way], seconds = trained(way, Path(folder), options, is_gpu=is_gpu)
             rows += rows_of(way, found[way], seconds, what)
-    for way in found.keys() - {PEER}:
+            rows.append(alone(f"{what}, by {way}", "load: ms for fetch and swap, median", 1000 * loaded(found[way])))
+    for way in found.keys() - {PEER} if PEER in found else ():
         load_ms = 1000 * loaded(found[way])
         rows.append(
             cost(f"{what}, by {way}", "load: ms for fetch and swap, median", load_ms, PEER, 1000 * loaded(found[PEER]))
@@ -116,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add_argument("--engine", choices=["vllm", "torch"], default="vllm")
     parser.add_argument("--on-update", choices=["keep", "recompute"], default="keep")
+    parser.add("--ways", f"ipc,shared,{PEER}", help="how weights are sent, by comma")
     parser.add("--hidden", 1536, smoke=64)
     parser.add("--layers", 20, smoke=1)
     parser.add("--heads", 12, smoke=2)

@@ -555,6 +555,14 @@ def test_a_folder_without_events_proves_nothing(tmp_path: Path) -> None:
     assert [finding.rule for finding in audit(tmp_path).findings] == ["log"]
 
 
+def test_the_versions_of_recorded_batches_need_not_be_loaded(tmp_path: Path) -> None:
+    run = run_of(next(iter(WORLDS.values())))
+    run.rewrite(lambda event: None if isinstance(event, WeightsLoaded) else event)
+    assert "weights" in {finding.rule for finding in audit(run.write(tmp_path / "own")).findings}
+    run.change(run.all(RunStarted)[0], rollouts_from="another")
+    assert audit(run.write(tmp_path / "recorded")).findings == []
+
+
 def test_the_report_says_what_was_counted_and_found(tmp_path: Path) -> None:
     run = resumed_run()
     text = "\n".join(report_lines(audit(run.write(tmp_path / "clean"))))

@@ -93,7 +93,7 @@ def test_on_sigusr1_a_run_writes_what_everything_is_doing_and_continues(tmp_path
     )
     run_dir = tmp_path / "run"
     reward = f"[{{function='{tmp_path / 'mine.py'}:reward'}}]"
-    process = start_command(command(run_dir, {"reward": reward, "pipeline.steps": 20}))
+    process = start_command(command(run_dir, {"reward": reward, "pipeline.steps": 40}))
     until(lambda: steps_of(run_dir) >= 2, process)
     stacks, text = run_dir / "stacks.txt", ""
     wanted = ("SIGUSR1", "train:", "thread learner", "mine.py:reward")  # the last: what rollouts wait for is named

@@ -191,8 +191,9 @@ class History:
     num_places: int = 0  # of all steps, by the batch size that each had
 
     def use_version(self, version: int) -> None:
-        """A group or a rollout began or ended on it."""
-        if version not in self.loaded:
+        """A group or a rollout began or ended on it. Versions of recorded batches are those of the run that recorded them."""
+        is_recorded = self.terms is not None and bool(self.terms.rollouts_from)
+        if version not in self.loaded and not is_recorded:
             self.unloaded.setdefault(version, self.version)
 
     def load_version(self, version: int) -> None:
