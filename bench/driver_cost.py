@@ -208,8 +208,8 @@ def instant_ranks(num_ranks: int, store: Any) -> Any:
 
 
 async def play(context: Context, num_turns: int = 4) -> float:
-    """Some turns, each after a few tokens: from half to one and a half times as many. With the same number for all, a worker's
-    rollouts would end together, and wait together for the driver."""
+    """Plays `num_turns` turns on average, from 0.5 to 1.5 times that, each after a few tokens. With the same number for all, a
+    worker's rollouts would end together, and wait together for the driver."""
     shown = list(range(SHOWN))
     for _ in range(num_turns // 2 + derive_seed(context.seed, "turns") % (num_turns + 1)):
         await context.generate(shown)
@@ -476,6 +476,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--turns", 4, help="of a rollout, on average; an even number")
     parser.add("--steps", 60, smoke=6, help=f"of a run; each trains {GROUPS} groups of {MEMBERS}")
     options = parser.parse(argv)
+    if options.turns % 2:
+        parser.error(f"--turns is {options.turns}: expected an even number")
     rows = list(driver_rows(options)) if options.workers[0] <= 1 and len(options.workers) == 1 else []
     publish([*rows, *turn_rows(options)], options)
 

@@ -113,7 +113,7 @@ PLANTED: dict[str, Case] = {
     "a learning rate 1,000 times too small": Case(
         changed(LARGE, learner={"learning_rate": 3e-6}), first_digit, "reward-flat", 70
     ),
-    # `ones` may be learned in one such step, by chance, and what is learned has no ratios. A coin always has.
+    # With `ones`, one large step may solve the task, and then there are no ratios. A random reward always has some.
     "a learning rate 100 times too large": Case(
         changed(BASE, learner={"learning_rate": 0.3}), noise, "ratio-exploded", 30
     ),

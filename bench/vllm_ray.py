@@ -106,11 +106,14 @@ def run(options: argparse.Namespace) -> list[Row]:
             say(f"{what}: weights by {way}")
             found[way], seconds = trained(way, Path(folder), options, is_gpu=is_gpu)
             rows += rows_of(way, found[way], seconds, what)
-            rows.append(alone(f"{what}, by {way}", "load: ms for fetch and swap, median", 1000 * loaded(found[way])))
-    for way in found.keys() - {PEER} if PEER in found else ():
-        load_ms = 1000 * loaded(found[way])
+    loads = {way: 1000 * loaded(events) for way, events in found.items()}
+    for way in loads.keys() - {PEER}:
+        workload, metric = f"{what}, by {way}", "load: ms for fetch and swap, median"
+        is_compared = PEER in loads
         rows.append(
-            cost(f"{what}, by {way}", "load: ms for fetch and swap, median", load_ms, PEER, 1000 * loaded(found[PEER]))
+            cost(workload, metric, loads[way], PEER, loads[PEER])
+            if is_compared
+            else alone(workload, metric, loads[way])
         )
     return rows
 

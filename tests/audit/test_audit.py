@@ -561,6 +561,8 @@ def test_the_versions_of_recorded_batches_need_not_be_loaded(tmp_path: Path) -> 
     assert "weights" in {finding.rule for finding in audit(run.write(tmp_path / "own")).findings}
     run.change(run.all(RunStarted)[0], rollouts_from="another")
     assert audit(run.write(tmp_path / "recorded")).findings == []
+    with_config(run)
+    assert {finding.rule for finding in audit(run.write(tmp_path / "forged")).findings} == {"config"}
 
 
 def test_the_report_says_what_was_counted_and_found(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def terms_of(config: Fields) -> dict[str, Any]:
         "is_first_to_finish": None if surplus is None else surplus == "abort",
         "max_restarts": None if overdue is None else pipeline.get("max_restarts") if overdue == "restart" else 0,
         "max_replaced": pipeline.get("max_replaced_per_step", None if groups is None else 8 * groups),
+        "rollouts_from": config.get("data", {}).get("rollouts", ""),
     }
 
 

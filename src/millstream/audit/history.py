@@ -30,9 +30,9 @@ class RunTerms(NamedTuple):
     is_first_to_finish: bool
     max_restarts: int
     max_replaced: int | None = None  # of groups that a step replaces; None: the log is of a version that does not say
-    rollouts_from: str = (
-        ""  # batches that another run recorded are trained: which of its groups were replaced is not logged
-    )
+    rollouts_from: str = ""
+    """Batches that another run recorded are trained: which of its groups were replaced is not logged, and the versions of its
+    rollouts are not those of this run's engines."""
 
     @property
     def num_members(self) -> int:

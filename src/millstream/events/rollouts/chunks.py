@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,6 +27,7 @@ from millstream.types import Finish, Floats, HalfFloats, Rollout, TrainRow
 MAGIC = b"MSR2"
 PREFIX = struct.Struct("<4sIII")
 OBJECT_BYTES = 2000  # that a rollout takes in memory in addition to its numbers, about
+SLICE = 64  # records: a fifth of a millisecond
 LEVEL = 1  # of zlib: higher levels cost several times as much, for a tenth less
 EXTRA_COLUMNS = ("advantages", "reference", "values", "returns")  # of rows that a batch took: one number a token
 
@@ -126,81 +127,36 @@ Numbered = tuple[int, Record]
 # ---- to bytes --------------------------------------------------------------------------------------------------------
 
 
-class ChunkBuilder:
-    """A chunk of records in the order in which they were made. Numbers are copied as records are added, and the arrays freed:
-    memory that is used again at once is faster. Rows are tuples in the order of their structs, which are quicker to make."""
-
-    def __init__(self) -> None:
-        self.num_records = 0
-        self._last_seq = 0
-        self._num_attempts: dict[int, int] = {}  # by group
-        self._attempts: list[Any] = []
-        self._parts: list[Any] = []
-        self._tokens: list[bytes] = []
-        self._versions: list[bytes] = []
-        self._logprobs: list[bytes] = []
-        self._taken_heads: list[Any] = []
-        self._taken: list[Any] = []
-        self._columns: dict[str, list[bytes]] = {}
-        self._trained: list[Any] = []
-        self._log_ratios: list[bytes] = []
-        self._fates: list[Any] = []
-        self._restarts: list[Any] = []
-
-    def add(self, records: Sequence[Numbered]) -> None:
-        """At least one."""
-        parts, takings, log_ratios = list[Rollout](), list[Any](), list[HalfFloats]()
-        num_attempts = self._num_attempts
-        for seq, one in records:
-            if isinstance(one, Attempt):
-                self._attempts.append((seq, *one[:5], one.outcome, one.why, one.reward_parts, len(one.parts)))
-                parts += one.parts
-                num_attempts[one.group_id] = num_attempts.get(one.group_id, 0) + 1
-            elif isinstance(one, TakenRows):
-                self._taken_heads.append((seq, *one[:3], len(one.rows)))
-                takings += zip(one.places, one.rewards, one.rows, strict=True)
-                num_attempts.setdefault(one.group_id, 0)
-            elif isinstance(one, TrainedRows):
-                self._trained.append((seq, one.group_id, [len(own) for own in one.log_ratios]))
-                log_ratios += one.log_ratios
-                num_attempts.setdefault(one.group_id, 0)
-            elif isinstance(one, GroupFate):
-                self._fates.append((seq, *one))
-            else:
-                self._restarts.append((seq, *one))
-        self._add_parts(parts)
-        self._add_takings(takings)
-        self._log_ratios.append(_flat(log_ratios, "<f2"))
-        self.num_records += len(records)
-        self._last_seq = records[-1][0]
-
-    def _add_parts(self, parts: Sequence[Rollout]) -> None:
-        """`PartRow`s and their numbers."""
-        self._parts += [
-            (one.part, one.agent, one.start_version, one.reward, one.turn_rewards.tolist(), one.finish, len(one.tokens))
-            for one in parts
-        ]
-        self._tokens.append(_flat([part.tokens for part in parts], "<i4"))
-        self._versions.append(_flat([part.versions for part in parts], "<i4"))
-        self._logprobs.append(_flat([part.logprobs for part in parts], "<f4"))
-
-    def _add_takings(self, takings: Sequence[tuple[tuple[int, int], float, TrainRow]]) -> None:
-        """`TakenRow`s and their columns."""
-        rows = [row for _, _, row in takings]
-        for name in EXTRA_COLUMNS:
-            if rows and getattr(rows[0], name) is not None:
-                self._columns.setdefault(name, []).append(_flat([getattr(row, name) for row in rows], "<f4"))
-        self._taken += [(*place, reward, len(row.tokens)) for place, reward, row in takings]
-
-    def encode(self) -> bytes:
-        groups = sorted(self._num_attempts)
-        num_attempts = [self._num_attempts[group_id] for group_id in groups]
-        of_groups = (self._taken_heads, self._fates, self._restarts, None, self._trained)
-        head = (self._last_seq, groups, num_attempts, *of_groups)
-        numbers = [b"".join(some) for some in (self._tokens, self._versions, self._logprobs)]
-        columns = {name: b"".join(some) for name, some in self._columns.items()}
-        body = (self._attempts, self._parts, *numbers, self._taken, columns, b"".join(self._log_ratios))
-        return _joined(head, body if self._attempts or self._taken or body[-1] else None)
+def encode_chunk(records: Sequence[Numbered], give_way: Callable[[], None] = lambda: None) -> bytes:
+    """At least one record, in the order in which they were made. `give_way` is called after every few of them. Rows are tuples
+    in the order of their structs, which are quicker to make."""
+    attempts, parts, taken, fates, restarts = list[Any](), list[Rollout](), list[Any](), list[Any](), list[Any]()
+    takings, of_group, trained, log_ratios = list[Any](), dict[int, int](), list[Any](), list[HalfFloats]()
+    for number, (seq, one) in enumerate(records, 1):
+        if not number % SLICE:
+            give_way()
+        if isinstance(one, Attempt):
+            attempts.append((seq, *one[:5], one.outcome, one.why, one.reward_parts, len(one.parts)))
+            parts += one.parts
+            of_group[one.group_id] = of_group.get(one.group_id, 0) + 1
+        elif isinstance(one, TakenRows):
+            taken.append((seq, *one[:3], len(one.rows)))
+            takings += zip(one.places, one.rewards, one.rows, strict=True)
+            of_group.setdefault(one.group_id, 0)
+        elif isinstance(one, TrainedRows):
+            trained.append((seq, one.group_id, [len(own) for own in one.log_ratios]))
+            log_ratios += one.log_ratios
+            of_group.setdefault(one.group_id, 0)
+        elif isinstance(one, GroupFate):
+            fates.append((seq, *one))
+        else:
+            restarts.append((seq, *one))
+    groups = sorted(of_group)
+    give_way()
+    num_attempts = [of_group[group_id] for group_id in groups]
+    head = (records[-1][0], groups, num_attempts, taken, fates, restarts, None, trained)
+    body = (attempts, *_of_parts(parts), *_of_taken(takings), _flat(log_ratios, "<f2"))
+    return _joined(head, body if attempts or takings or log_ratios else None)
 
 
 def encode_cut(seq: int) -> bytes:
@@ -211,6 +167,27 @@ def _joined(head: ChunkHead | tuple[Any, ...], body: tuple[Any, ...] | None) -> 
     raw = _encode(head)
     packed = b"" if body is None else zlib.compress(_encode(body), LEVEL)
     return PREFIX.pack(MAGIC, len(raw), len(packed), zlib.crc32(raw)) + raw + packed
+
+
+def _of_parts(parts: Sequence[Rollout]) -> tuple[Any, ...]:
+    """`PartRow`s, tokens, versions and log-probabilities."""
+    rows = [
+        (one.part, one.agent, one.start_version, one.reward, one.turn_rewards.tolist(), one.finish, len(one.tokens))
+        for one in parts
+    ]
+    tokens, versions = _flat([part.tokens for part in parts], "<i4"), _flat([part.versions for part in parts], "<i4")
+    return rows, tokens, versions, _flat([part.logprobs for part in parts], "<f4")
+
+
+def _of_taken(takings: Sequence[tuple[tuple[int, int], float, TrainRow]]) -> tuple[Any, ...]:
+    """`TakenRow`s, and their columns."""
+    rows = [row for _, _, row in takings]
+    columns = {
+        name: _flat([getattr(row, name) for row in rows], "<f4")
+        for name in EXTRA_COLUMNS
+        if rows and getattr(rows[0], name) is not None
+    }
+    return [(*place, reward, len(row.tokens)) for place, reward, row in takings], columns
 
 
 def _flat(arrays: Sequence[Any], dtype: str) -> bytes:

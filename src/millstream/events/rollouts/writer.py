@@ -1,6 +1,6 @@
-"""Writes RUN/rollouts/: a thread packs records twenty times a second, so that what they refer to is freed soon, and appends
-them to the files every five seconds, sooner where there are many. It gives way to the event loop every fraction of a
-millisecond: a thread that computes keeps the interpreter's lock for 5 ms whenever the event loop has waited for anything.
+"""Writes RUN/rollouts/: a thread encodes and appends, every five seconds, and sooner where many records wait. It gives
+way to the event loop every fraction of a millisecond: a thread that computes keeps the interpreter's lock for 5 ms whenever the
+event loop has waited for anything.
 
 Guarantees. A killed run's files can be read up to the last whole chunk, and what a checkpoint covers is in them (`sync`). A run
 that resumes voids what its checkpoint does not cover with one mark, so that each trained row is there exactly once. The files
@@ -27,7 +27,7 @@ from msgspec import Struct, structs
 
 from millstream.decoding import decode_json
 from millstream.errors import LogError
-from millstream.events.rollouts.chunks import ChunkBuilder, Numbered, encode_cut, end_of
+from millstream.events.rollouts.chunks import Numbered, encode_chunk, encode_cut, end_of
 from millstream.events.rollouts.records import Record
 
 logger = logging.getLogger(__name__)
@@ -84,10 +84,8 @@ class RolloutWriter:
     """A `RolloutSink`. `last_seq`: the number of the last event. A disk that takes nothing costs the records of that moment,
     which are counted, and not the run."""
 
-    PACK_S = 0.05
     FLUSH_S = 5.0
     MAX_WAITING = 8192  # records
-    SLICE = 64  # records: a fifth of a millisecond
     PAUSE_S = 2e-4
 
     def __init__(self, folder: Path, *, max_bytes: float, last_seq: Callable[[], int]) -> None:
@@ -96,11 +94,11 @@ class RolloutWriter:
         self._max_bytes = max_bytes
         self._last_seq = last_seq
         self._records: list[Numbered] = []
-        self._chunks: defaultdict[int, ChunkBuilder] = defaultdict(ChunkBuilder)  # by stratum
         self._files: dict[int, BinaryIO] = {}
         self._sizes: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._is_due = threading.Event()
+        self._is_closing = False
         self._is_failing = False
         self._is_saved = True  # what was sampled away
         self.sampled = read_sampled(folder)
@@ -115,6 +113,8 @@ class RolloutWriter:
 
     def add(self, record: Record) -> None:
         self._records.append((self._last_seq(), record))
+        if len(self._records) == self.MAX_WAITING:
+            self._is_due.set()
 
     def sync(self) -> None:
         """Returns when everything so far is on the disk."""
@@ -124,55 +124,39 @@ class RolloutWriter:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        self._closing.set()
+        self._is_closing = True
+        self._is_due.set()
         self._thread.join()
         self.flush()
         for file in self._files.values():
             file.close()
 
     def flush(self, give_way: Callable[[], None] = lambda: None) -> None:
-        """Returns when everything so far is with the operating system."""
         with self._lock:
-            self._pack(give_way)
-            chunks = dict(self._chunks)
-            self._chunks.clear()
-            for stratum, chunk in chunks.items():
-                give_way()
+            count = len(self._records)  # the event loop appends meanwhile
+            records = self._records[:count]
+            del self._records[:count]
+            by_stratum: dict[int, list[Numbered]] = defaultdict(list)
+            for numbered in records:
+                by_stratum[stratum_of(numbered[1].group_id)].append(numbered)
+            for stratum, own in by_stratum.items():
                 if stratum >= self.sampled.level:
-                    self._append(stratum, chunk)
+                    self._append(stratum, own, give_way)
             while sum(self._sizes.values()) > self._max_bytes and self.sampled.level < NUM_STRATA:
                 self._drop_lowest()
             if not self._is_saved:
                 self._save()
 
-    def _pack(self, give_way: Callable[[], None]) -> None:
-        """All that wait, a slice at a time. The event loop appends meanwhile."""
-        count = len(self._records)
-        for begin in range(0, count, self.SLICE):
-            if begin:
-                give_way()
-            by_stratum: dict[int, list[Numbered]] = defaultdict(list)
-            for numbered in self._records[begin : min(count, begin + self.SLICE)]:
-                by_stratum[stratum_of(numbered[1].group_id)].append(numbered)
-            for stratum, own in by_stratum.items():
-                self._chunks[stratum].add(own)
-        del self._records[:count]
-
     # ---- on the thread -------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        give_way = partial(time.sleep, self.PAUSE_S)
-        flushed_at = time.monotonic()
-        while not self._closing.wait(self.PACK_S):
-            with self._lock:
-                self._pack(give_way)
-                num_waiting = sum(chunk.num_records for chunk in self._chunks.values())
-            if num_waiting >= self.MAX_WAITING or time.monotonic() - flushed_at >= self.FLUSH_S:
-                self.flush(give_way)
-                flushed_at = time.monotonic()
+        while not self._is_closing:
+            self._is_due.wait(self.FLUSH_S)
+            self._is_due.clear()
+            self.flush(partial(time.sleep, self.PAUSE_S))
 
-    def _append(self, stratum: int, records: ChunkBuilder) -> None:
-        chunk, size = records.encode(), self._sizes.get(stratum, 0)
+    def _append(self, stratum: int, records: list[Numbered], give_way: Callable[[], None]) -> None:
+        chunk, size = encode_chunk(records, give_way), self._sizes.get(stratum, 0)
         try:
             if stratum not in self._files:
                 self._files[stratum] = stratum_file(self._folder, stratum).open("ab", buffering=0)
@@ -183,7 +167,7 @@ class RolloutWriter:
         except OSError as error:
             if stratum in self._files:
                 self._files[stratum].truncate(size)
-            self.sampled = structs.replace(self.sampled, num_lost=self.sampled.num_lost + records.num_records)
+            self.sampled = structs.replace(self.sampled, num_lost=self.sampled.num_lost + len(records))
             self._is_saved = False
             if not self._is_failing:
                 logger.warning("rollouts are not kept: cannot write %s: %s", self._folder, error.strerror)
