@@ -11,7 +11,7 @@ first fifth of the steps is left out.
 
 With --cell, a cell of `bench/end_to_end.py` instead of the demo: on a GPU 474M parameters with 512 rollouts a step.
 
-    .venv/bin/python bench/rollouts_cost.py [--json] [--smoke] [--steps 1750] [--block 100]
+    .venv/bin/python bench/rollouts_cost.py [--json] [--smoke] [--steps 1750] [--block 100] [--set a.b=c ...]
     .venv/bin/python bench/rollouts_cost.py --cell short/2 --seconds 200 --block 4 [--folder runs/end-to-end]
 """
 
@@ -42,7 +42,7 @@ class Block(NamedTuple):
     is_kept: bool
     seconds: float
     processor_s: float
-    writing_s: float  # of that: of the writer's thread, and of the last write
+    writing_s: float  # of that: of the writer's thread, and of the flush at the end of the block
     num_rows: int
 
 
@@ -87,14 +87,14 @@ class Alternating:
         past = event.version - self._first
         if past < 0 or past % self._block:
             return
-        began_flush_s = time.thread_time()
+        began_s = time.thread_time()
         if self._is_kept and self._writer is not None:
             self._writer.flush()
-        writing_s = self._writing_s()
+        flush_s, writing_s = time.thread_time() - began_s, self._writing_s()
         now_s, now_processor_s = time.perf_counter(), processor_s(os.getpid())
         if past:
             taken_s, taken_processor_s = now_s - self._began_s, now_processor_s - self._began_processor_s
-            own_s = writing_s - self._began_writing_s + time.thread_time() - began_flush_s
+            own_s = writing_s - self._began_writing_s + flush_s
             self.blocks.append(Block(self._is_kept, taken_s, taken_processor_s, own_s, self._rows))
         self._is_kept = past // self._block % 4 in (0, 3)
         self._rows = 0
@@ -192,7 +192,9 @@ def rows_of(found: Alternating, num_bytes: int, options: argparse.Namespace) -> 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--steps", 1750, smoke=6)
-    parser.add_argument("--set", action="append", default=[], dest="change", metavar="a.b=c", help="of the demo")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="change", metavar="a.b=c", help="of the demo's config"
+    )
     parser.add("--block", 100, smoke=1, help="steps")
     parser.add("--cell", "", help="of bench/end_to_end.py, such as short/2; empty: the demo")
     parser.add("--seconds", 200.0, smoke=1.0, help="measured of a cell, after its warm-up")

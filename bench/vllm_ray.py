@@ -6,6 +6,7 @@ left out; with `--smoke` and without vLLM our own engine takes its place, which 
     python bench/vllm_ray.py                         # about 0.5 billion parameters
     python bench/vllm_ray.py --hidden 2048 --layers 24 --steps 12
     python bench/vllm_ray.py --engine torch          # our own engine in the same place
+    python bench/vllm_ray.py --ways ipc,files        # not all of them
 """
 
 from __future__ import annotations
@@ -107,14 +108,12 @@ def run(options: argparse.Namespace) -> list[Row]:
             found[way], seconds = trained(way, Path(folder), options, is_gpu=is_gpu)
             rows += rows_of(way, found[way], seconds, what)
     loads = {way: 1000 * loaded(events) for way, events in found.items()}
-    for way in loads.keys() - {PEER}:
+    for way, load_ms in loads.items():
         workload, metric = f"{what}, by {way}", "load: ms for fetch and swap, median"
-        is_compared = PEER in loads
-        rows.append(
-            cost(workload, metric, loads[way], PEER, loads[PEER])
-            if is_compared
-            else alone(workload, metric, loads[way])
-        )
+        if way == PEER or PEER not in loads:
+            rows.append(alone(workload, metric, load_ms))
+        else:
+            rows.append(cost(workload, metric, load_ms, PEER, loads[PEER]))
     return rows
 
 

@@ -556,7 +556,7 @@ def test_a_folder_without_events_proves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_versions_of_recorded_batches_need_not_be_loaded(tmp_path: Path) -> None:
-    run = run_of(next(iter(WORLDS.values())))
+    run = run_of(WORLD)
     run.rewrite(lambda event: None if isinstance(event, WeightsLoaded) else event)
     assert "weights" in {finding.rule for finding in audit(run.write(tmp_path / "own")).findings}
     run.change(run.all(RunStarted)[0], rollouts_from="another")

@@ -81,14 +81,11 @@ def until(condition: Callable[[], bool], process: Command | subprocess.Popen[byt
 def sealed_checkpoints(run_dir: Path) -> int:
     """Checkpoints that are complete, by the log. The last one counts when it has its name, which it gets after its event."""
     path = run_dir / "events.jsonl"
-    lines = (
-        [line for line in path.read_bytes().splitlines() if b'"kind":"checkpoint_sealed"' in line]
-        if path.exists()
-        else []
-    )
-    found = [int(match[1]) for line in lines if (match := re.search(rb'"version":(\d+)', line))]
-    has_name = bool(found) and (run_dir / f"checkpoints/step-{found[-1]:06d}").exists()
-    return len(found) - (not has_name) if found else 0
+    log = path.read_bytes() if path.exists() else b""
+    versions = re.findall(rb'"kind":"checkpoint_sealed".*?"version":(\d+)', log)
+    if versions and not (run_dir / f"checkpoints/step-{int(versions[-1]):06d}").exists():
+        versions.pop()
+    return len(versions)
 
 
 def kill_at(run_dir: Path, step: int, changes: dict[str, object] | None = None, *, num_sealed: int = 2) -> None:
