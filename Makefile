@@ -31,7 +31,7 @@ demo: $(INSTALLED)
 
 # Three at a time: most tests are one thread, and some wait.
 test: $(INSTALLED)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
