@@ -403,7 +403,7 @@ def test_on_one_gpu_an_engine_may_be_a_process_that_sees_the_same_gpu(
     asyncio.run(made(config, places, tmp_path, "engine"))
     ((words, seen),) = recorded
     assert words[:4] == [sys.executable, "-m", "millstream.rpc.worker", "millstream.engine.native.process:serve_engine"]
-    assert seen == "5" and gpu_share(config, config.learner) == 1.0, "MPS has the share"
+    assert seen == "5" and gpu_share(config, config.learner) == 1.0, "they take turns"
 
 
 def test_no_setup_of_an_engine_names_the_model_s_folder(tmp_path: Path) -> None:

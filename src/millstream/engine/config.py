@@ -44,9 +44,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     process: bool | None = None
     """Whether the engine has a process of its own, and a learner of one rank another. None: on a CPU with several cores, where
     the interpreter's lock would slow all sides down. vLLM always has one. On one GPU: docs/engines.md."""
-    mps: Literal["auto", "off"] = "off"
-    """NVIDIA's MPS, for process = true on one GPU. auto: where it can be started (run/mps.py). For experiments: on an H200 the
-    learner's loss was not finite with it (decision 22)."""
 
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long

@@ -30,7 +30,6 @@ from millstream.run import build
 from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines
-from millstream.run.mps import MPS
 from millstream.run.outside import build_outside_engine
 from millstream.run.places import Places
 from millstream.run.rollout_worker import plan_workers
@@ -267,7 +266,7 @@ class LocalEngines:
         build.check_engine_here(config, model)
         with self._lock:
             self._names += [name] if name not in self._names else []
-            environment = self._places.environment(name, self._names) or MPS.engine_environment()
+            environment = self._places.environment(name, self._names)
             self._weights = self._weights or LocalWeights(config, model, is_on_gpu=self._shares_gpu)
         is_warm = config.kind == "torch" and model.device.type == "cpu"
         launcher = LocalLauncher(is_warm=is_warm, environment_of=lambda _: environment)

@@ -404,7 +404,7 @@ def _own_learner(context: LearnerContext) -> RunLearner:
 
 def gpu_share(config: RunConfig, learner: LearnerConfig, *, is_apart: bool = False) -> float:
     """The share of the GPU's multiprocessors for the stream of reinforcement learning. `is_apart`: engines have GPUs of their
-    own. Of engines that are processes on the learner's GPU, MPS has the share (`run.mps`)."""
+    own. Those that are processes on the learner's GPU take turns with it."""
     if config.engine.kind == "torch" and config.engine.process and not is_apart:
         return 1.0
     if learner.gpu_share is not None:

@@ -22,7 +22,6 @@ from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.device import with_places
-from millstream.run.mps import MPS
 from millstream.run.places import Places, check_heads, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
 from millstream.run.sizes import ModelDevice, choose_dtype, choose_sizes, with_recorded, with_sizes
@@ -89,7 +88,6 @@ def prepare_run(
     checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run. `is_alone`: nothing is trained,
     and the only engine is where the model is."""
     config = _with_passed(config, reward, data_passed)
-    MPS.prepare(config)
     written, machine = config, None if is_alone else build.find_machine_here(config)
     checked = check_config(
         config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new, machine=machine
