@@ -327,7 +327,10 @@ def test_many_records_are_written_before_their_time(tmp_path: Path, monkeypatch:
     writer.close()
 
 
-def test_a_full_disk_costs_rollouts_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_full_disk_costs_rollouts_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_truncate: bool
+) -> None:
     folder = tmp_path / ROLLOUTS_FOLDER
     writer = RolloutWriter(folder, max_bytes=NO_BOUND, last_seq=lambda: 0)
     writer.FLUSH_S = 1e9
@@ -342,6 +345,11 @@ def test_a_full_disk_costs_rollouts_and_not_the_run(tmp_path: Path, monkeypatch:
 
         def write(self, data: bytes) -> int:
             return file.write(data[: len(data) // 2])
+
+        def truncate(self, size: int) -> int:
+            if not can_truncate:
+                raise OSError(5, "input/output error")
+            return file.truncate(size)
 
     with monkeypatch.context() as patched:
         patched.setitem(writer._files, 0, Full())

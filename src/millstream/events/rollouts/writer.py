@@ -18,6 +18,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO
@@ -96,6 +97,7 @@ class RolloutWriter:
         self._records: list[Numbered] = []
         self._files: dict[int, BinaryIO] = {}
         self._sizes: dict[int, int] = {}
+        self._torn: set[int] = set()  # strata whose file may end with a part of a chunk
         self._lock = threading.Lock()
         self._is_due = threading.Event()
         self._is_closing = False
@@ -160,18 +162,26 @@ class RolloutWriter:
         try:
             if stratum not in self._files:
                 self._files[stratum] = stratum_file(self._folder, stratum).open("ab", buffering=0)
+            self._cut_torn(stratum)
+            self._torn.add(stratum)
             if self._files[stratum].write(chunk) < len(chunk):
                 raise OSError(28, "no space left")
+            self._torn.discard(stratum)
             self._sizes[stratum] = size + len(chunk)
             self._is_failing = False
         except OSError as error:
-            if stratum in self._files:
-                self._files[stratum].truncate(size)
+            with suppress(OSError):  # else before the next write
+                self._cut_torn(stratum)
             self.sampled = structs.replace(self.sampled, num_lost=self.sampled.num_lost + len(records))
             self._is_saved = False
             if not self._is_failing:
                 logger.warning("rollouts are not kept: cannot write %s: %s", self._folder, error.strerror)
             self._is_failing = True
+
+    def _cut_torn(self, stratum: int) -> None:
+        if stratum in self._torn:
+            self._files[stratum].truncate(self._sizes.get(stratum, 0))
+            self._torn.discard(stratum)
 
     def _drop_lowest(self) -> None:
         stratum = self.sampled.level
@@ -180,6 +190,7 @@ class RolloutWriter:
         if stratum in self._files:
             self._files.pop(stratum).close()
         self._sizes.pop(stratum, None)
+        self._torn.discard(stratum)
         stratum_file(self._folder, stratum).unlink(missing_ok=True)
 
     def _save(self) -> None:
