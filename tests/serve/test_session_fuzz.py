@@ -228,7 +228,7 @@ def test_malformed_requests_and_sessions_leave_no_memory_behind() -> None:
                 await ask(app, one, "a" * 500)
                 await send(app, "DELETE", f"/v1/sessions/{one}")
             await fuzz(app, seed, 200)
-            sizes.append(held_bytes())
+            sizes.append(held_bytes(app))
             assert await num_sessions(app) == 0 and len(asyncio.all_tasks()) == 1
         assert sizes[-1] - sizes[0] < 100_000, sizes
 

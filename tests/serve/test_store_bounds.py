@@ -132,10 +132,10 @@ def test_what_a_client_makes_is_bounded_and_refused_with_the_reason(attack: Atta
                 number += 1
                 assert number < 500
             assert answer.status_code == status and words in answer.json()["error"], answer.text
-            held = held_bytes()
+            held = held_bytes(client)
             for further in range(number, number + 40):
                 assert (await attack(client, further)).status_code == status
-            grown = held_bytes() - held
+            grown = held_bytes(client) - held
             assert grown < 20_000, f"{grown} bytes kept of what was refused"
             assert (await client.get("/v1/stats")).status_code == 200
 
@@ -147,10 +147,10 @@ def test_bytes_are_counted_as_the_memory_that_they_take() -> None:
         for attack in (put_prompts, put_nested, put_mixed, put_empty_lists, put_many_columns):
             async with service(capacity_bytes=64 * MIB) as client:
                 await attack(client, 0)
-                held = held_bytes()
+                held = held_bytes(client)
                 for number in range(1, 11):
                     assert (await attack(client, number)).status_code == 201
-                taken = held_bytes() - held
+                taken = held_bytes(client) - held
                 stats = (await client.get("/v1/stats")).json()
                 counted = max(stats["prompts"]["bytes"], stats["experience"]["bytes"])
                 assert 0.25 * counted < taken < 1.5 * counted, (attack.__name__, taken, counted)

@@ -227,7 +227,7 @@ def test_malformed_requests_leave_nothing_in_memory(
                 rng = random.Random(seed)
                 for _ in range(150):
                     await client.try_one(rng)
-                sizes.append(held_bytes())
+                sizes.append(held_bytes(client))
                 handles.append(psutil.Process().num_fds())
                 tasks.append(len(asyncio.all_tasks()))
             assert sizes[-1] - sizes[0] < 200_000, sizes
