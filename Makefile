@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
 
-# Three at a time: most tests are one thread, and some wait.
+# Three at a time: most tests are one thread, and some wait. A process that is stuck in C code ends after 400 s.
 test: $(INSTALLED)
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 

@@ -55,14 +55,16 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
         LearnerConfig(gpu_share=share)
 
 
-def test_an_engine_elsewhere_leaves_training_the_whole_gpu() -> None:
+@pytest.mark.parametrize("engine", [EngineConfig(kind="vllm"), EngineConfig(process=True)])
+def test_an_engine_in_another_process_leaves_training_the_whole_gpu_unless_a_share_is_set(engine: EngineConfig) -> None:
     run = RunConfig(
         model=ModelConfig(path="model"),
-        engine=EngineConfig(kind="vllm"),
+        engine=engine,
         pipeline=PipelineConfig(groups_per_step=8, max_lag=2),
         rollout=RolloutConfig(group_size=8),
     )
     assert gpu_share(run, LearnerConfig()) == 1.0
+    assert gpu_share(run, LearnerConfig(gpu_share=0.5)) == 0.5
 
 
 def test_a_capture_never_runs_beside_training_and_does_not_wait_for_it() -> None:

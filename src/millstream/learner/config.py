@@ -51,7 +51,8 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     enough for that."""
     gpu_share: float | None = None
     """The share of the GPU's multiprocessors that training uses, where an engine decodes on the same GPU: the rest is always
-    free for decoding. None: 0.61 where at most 384 rollouts can be in flight and max_lag is above 0, else 1."""
+    free for decoding. None: 0.61 where the engine is in the same process, at most 384 rollouts can be in flight and max_lag is
+    above 0, else 1."""
     lora: LoraConfig | None = None
     """Train adapters on a frozen model. None: the whole model is trained."""
     max_skipped_steps: int = 3

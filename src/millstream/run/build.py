@@ -404,12 +404,10 @@ def _own_learner(context: LearnerContext) -> RunLearner:
 
 def gpu_share(config: RunConfig, learner: LearnerConfig, *, is_apart: bool = False) -> float:
     """The share of the GPU's multiprocessors for the stream of reinforcement learning. `is_apart`: engines have GPUs of their
-    own. Those that are processes on the learner's GPU take turns with it."""
-    if config.engine.kind == "torch" and config.engine.process and not is_apart:
-        return 1.0
+    own. One that is a process on the learner's GPU takes turns with it."""
     if learner.gpu_share is not None:
         return learner.gpu_share
-    if config.engine.kind != "torch" or is_apart:
+    if config.engine.kind != "torch" or config.engine.process or is_apart:
         return 1.0
     return training_share(config.pipeline.most_groups * config.rollout.group_size, config.pipeline.max_lag)
 
