@@ -296,6 +296,8 @@ def test_the_log_of_an_interrupted_simulation_says_so(
 ) -> None:
     monkeypatch.setattr(module, "SimLearner", InterruptedLearner)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever another test has left
+    gc.collect()  # tasks of earlier tests
+    caplog.clear()
     try:
         with pytest.raises(KeyboardInterrupt):
             simulated(out=tmp_path / "run")
