@@ -118,12 +118,17 @@ Forge = Callable[[list[Chunk]], None]
 def forged(run_dir: Path, forge: Forge) -> None:
     """In the file of the first stratum, which has half of the groups."""
     path = run_dir / "rollouts" / "00.rollouts"
-    raw, chunks = path.read_bytes(), []
+    raw, chunks, uncompressed = path.read_bytes(), list[Chunk](), {0: b""}
     for head, place in read_heads(path):
-        packed = raw[place.begin : place.end]
-        chunks.append((head, _body.decode(zlib.decompress(packed)) if packed else None))
+        packed = zlib.decompressobj()
+        data = packed.decompress(raw[place.begin : place.end])
+        body = _body.decode(data) if data else None
+        chunks.append((head, body))
+        uncompressed[0 if body is None else body.checksum] = packed.unused_data
     forge(chunks)
-    path.write_bytes(b"".join(_joined(*chunk) for chunk in chunks))
+    path.write_bytes(
+        b"".join(_joined(head, body, uncompressed[0 if body is None else body.checksum]) for head, body in chunks)
+    )
 
 
 def where(chunks: list[Chunk], is_it: Callable[[ChunkHead], bool]) -> int:
@@ -181,7 +186,7 @@ def leave_out_attempts(chunks: list[Chunk]) -> None:
     at = where(chunks, lambda head: any(head.num_attempts))
     head, body = chunks[at]
     assert body is not None
-    empty = replace(body, attempts=[], parts=[], tokens=b"", versions=b"", logprobs=b"")
+    empty = replace(body, attempts=[], parts=[], tokens=b"", versions=b"")
     chunks[at] = replace(head, num_attempts=[0] * len(head.groups)), empty
 
 

@@ -6,20 +6,18 @@ import math
 import random
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from millstream.errors import ConfigError, DataError
+from millstream.errors import ConfigError, DataError, LogError
 from millstream.events import (
     Event,
     GroupLeft,
@@ -31,7 +29,6 @@ from millstream.events import (
     RolloutFailed,
 )
 from millstream.events.rollouts import Attempt, GroupFate, TakenRows, TrainedRows
-from millstream.events.rollouts.chunks import _joined, read_heads
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import mask_runs, turn_texts
 from millstream.events.rollouts.writer import (
@@ -381,25 +378,55 @@ def test_a_group_whose_rollouts_could_not_all_be_written_is_shown_and_cannot_be_
         dump.taken_rows(group)
 
 
-def test_files_of_earlier_versions_are_read_without_the_learners_log_probabilities(tmp_path: Path) -> None:
-    """Heads and bodies had seven fields."""
-    writer = RolloutWriter(tmp_path / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
-    one, log_ratios = attempt(5), np.full(25, 0.5, np.float16)
-    part = one.parts[0]
+def kept_group(folder: Path, one: Attempt, log_ratios: HalfFloats) -> Path:
+    """A trained group of one rollout; the file that has it."""
+    writer = RolloutWriter(folder / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    part, group_id = one.parts[0], one.group_id
     row = TrainRow(tokens=part.tokens, loss_mask=part.loss_mask, logprobs=part.logprobs, advantages=part.logprobs)
-    for record in (one, TakenRows(5, 3, 0, [(0, 0)], [0.5], [row]), TrainedRows(5, [log_ratios])):
+    for record in (one, TakenRows(group_id, 3, 0, [(0, 0)], [0.5], [row]), TrainedRows(group_id, [log_ratios])):
         writer.add(record)
-    writer.add(GroupFate(5, "t", "trained", [0.5]))
+    writer.add(GroupFate(group_id, "t", "trained", [0.5]))
     writer.close()
-    (new,) = everything(RolloutDump(tmp_path))
-    assert new.trained_logprobs is not None
-    assert np.allclose(new.trained_logprobs[0][part.loss_mask], part.logprobs[part.loss_mask] + 0.5)
-    path = stratum_file(tmp_path / ROLLOUTS_FOLDER, stratum_of(5))
-    ((head, place),) = read_heads(path)
-    body = msgspec.msgpack.decode(zlib.decompress(path.read_bytes()[place.begin : place.end]))
-    path.write_bytes(_joined(tuple(msgspec.to_builtins(head)[:7]), tuple(body[:7])))
-    (old,) = everything(RolloutDump(tmp_path))
-    assert old.trained_logprobs is None and (old.step, old.fate, old.reward) == (new.step, new.fate, new.reward)
+    return stratum_file(folder / ROLLOUTS_FOLDER, stratum_of(group_id))
+
+
+@pytest.mark.parametrize("highest", [7, (1 << 16) - 1, 1 << 16, (1 << 31) - 1])
+@pytest.mark.parametrize("is_wide", [False, True], ids=["as they are", "of 64 bits"])
+def test_what_is_read_is_what_was_written_whatever_the_tokens_and_the_width_of_arrays(
+    highest: int, is_wide: bool, tmp_path: Path
+) -> None:
+    (part,) = attempt(5).parts
+    part = replace(part, tokens=np.append(part.tokens[1:], highest).astype(np.int32))
+    wide = replace(
+        part,
+        tokens=part.tokens.astype(np.int64),
+        versions=part.versions.astype(np.int64),
+        logprobs=part.logprobs.astype(np.float64),
+    )
+    kept_group(tmp_path, attempt(5)._replace(parts=(wide if is_wide else part,)), np.full(25, 0.5, np.float16))
+    (found,) = everything(RolloutDump(tmp_path))
+    for name in ("tokens", "versions", "logprobs", "loss_mask"):
+        expected, read = getattr(part, name), getattr(found.parts[0], name)
+        assert read.dtype == expected.dtype and read.tobytes() == expected.tobytes(), name
+    assert found.trained_logprobs is not None
+    assert np.allclose(found.trained_logprobs[0][part.loss_mask], part.logprobs[part.loss_mask] + 0.5)
+
+
+@pytest.mark.parametrize("place", [-1, -60, -200])
+def test_a_byte_that_has_changed_is_an_error_that_names_the_file(place: int, tmp_path: Path) -> None:
+    path = kept_group(tmp_path, attempt(5), np.full(25, 0.5, np.float16))
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(LogError, match=rf"{path.name}, byte \d+: a chunk cannot be read"):
+        everything(RolloutDump(tmp_path))
+
+
+def test_files_of_another_version_of_the_format_are_refused_by_name(tmp_path: Path) -> None:
+    path = kept_group(tmp_path, attempt(5), np.full(25, 0.5, np.float16))
+    path.write_bytes(b"MSR2" + path.read_bytes()[4:])
+    with pytest.raises(LogError, match=rf"{path.name} was written by another version of Millstream"):
+        RolloutDump(tmp_path)
 
 
 def test_a_run_without_rollouts_is_refused_by_name(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MAGIC = b"MSR2"
+MAGIC = b"MSR3"
 PREFIX = struct.Struct("<4sIII")
 NUM_STRATA = 16
 NUMBERS = {
@@ -133,8 +133,17 @@ def _chunks(path: Path, *, has_body: bool = True) -> Iterator[tuple[int, list[An
             if magic != MAGIC or zlib.crc32(raw) != checksum:
                 raise ValueError(f"byte {begin}: not a chunk")
             is_read = has_body and bool(packed)
-            yield begin, _unpack(raw, 0)[0], _unpack(zlib.decompress(packed), 0)[0] if is_read else []
+            yield begin, _unpack(raw, 0)[0], _body(packed) if is_read else []
             begin = file.tell()
+
+
+def _body(data: bytes) -> list[Any]:
+    """Without the log-probabilities after it, which are only compared with their checksum."""
+    packed = zlib.decompressobj()
+    body: list[Any] = _unpack(packed.decompress(data), 0)[0]
+    if not packed.eof or zlib.crc32(packed.unused_data) != body[6]:
+        raise ValueError("a chunk with a wrong checksum")
+    return body
 
 
 def _attempts(body: list[Any]) -> Iterator[tuple[int, KeptAttempt]]:
@@ -154,7 +163,7 @@ def _attempts(body: list[Any]) -> Iterator[tuple[int, KeptAttempt]]:
 
 def _records(head: list[Any], body: list[Any]) -> Iterator[KeptRecord]:
     """What else a chunk says of groups."""
-    rows = iter(body[5] if body else ())
+    rows = iter(body[4] if body else ())
     for seq, group_id, version, _, num_rows in head[3]:
         rewards: dict[int, list[float]] = {}
         for member, _, reward, _ in islice(rows, num_rows):

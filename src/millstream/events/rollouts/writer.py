@@ -28,7 +28,7 @@ from msgspec import Struct, structs
 
 from millstream.decoding import decode_json
 from millstream.errors import LogError
-from millstream.events.rollouts.chunks import Numbered, encode_chunk, encode_cut, end_of
+from millstream.events.rollouts.chunks import SLICE, Numbered, encode_chunk, encode_cut, end_of
 from millstream.events.rollouts.records import Record
 
 logger = logging.getLogger(__name__)
@@ -141,9 +141,13 @@ class RolloutWriter:
             by_stratum: dict[int, list[Numbered]] = defaultdict(list)
             for numbered in records:
                 by_stratum[stratum_of(numbered[1].group_id)].append(numbered)
+            del records
             for stratum, own in by_stratum.items():
                 if stratum >= self.sampled.level:
                     self._append(stratum, own, give_way)
+                while own:  # to free all of them at once would keep the event loop waiting for 20 ms
+                    del own[-SLICE:]
+                    give_way()
             while sum(self._sizes.values()) > self._max_bytes and self.sampled.level < NUM_STRATA:
                 self._drop_lowest()
             if not self._is_saved:
