@@ -16,9 +16,11 @@ from millstream.errors import StoreError
 from millstream.store import Reads, Want
 from millstream.store.client import StoreClient
 from millstream.store.config import StoreConfig
+from millstream.store.coordinator import Coordinator
 from millstream.store.host import SharedStore, make_plan
+from millstream.store.rows import BlockSpec, PartitionContent, SavedPartition
 from millstream.store.segments import link_disk, segment_path, write_segment
-from millstream.store.wire import Segment
+from millstream.store.wire import PackedBlock, Payload, RestorePartition, Segment
 from support.store_load import ForkedStore
 
 TASKS = {"train": Reads(("tokens",), by_group=False)}
@@ -139,6 +141,29 @@ def test_a_full_disk_is_an_error_that_says_what_to_do_and_the_store_stays_usable
             assert len(on_disk(tmp_path)) == 1
 
     asyncio.run(program())
+
+
+def test_a_disk_that_is_full_halfway_through_a_restore_keeps_no_file_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spill").mkdir()
+    plan = make_plan(TASKS, folder=tmp_path / "journal", memory_bytes=1, spill=str(tmp_path / "spill"))
+    coordinator, seen = Coordinator(plan), list[list[Path]]()
+    spill = coordinator.pool.spill
+
+    def full_at_the_third(block: PackedBlock) -> PackedBlock:
+        if len(seen) == 2:
+            raise StoreError("No space left")
+        found = spill(block)
+        seen.append(on_disk(tmp_path))
+        return found
+
+    monkeypatch.setattr(coordinator.pool, "spill", full_at_the_third)
+    blocks = [([number], BlockSpec(("tokens",), 3, Payload(3, b"abc"))) for number in range(3)]
+    change = RestorePartition("train", SavedPartition(PartitionContent([], [], [], [], [], {}, {}, 0), blocks))
+    with pytest.raises(StoreError, match="No space left"):
+        coordinator._apply_and_record("client", 1, change)
+    assert [len(files) for files in seen] == [1, 2] and not on_disk(tmp_path)
 
 
 def test_a_disk_that_is_full_for_small_rows_is_the_same_error_and_leaves_no_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from millstream.clock import VirtualClock, run_virtual
 from millstream.errors import StoreError
@@ -95,9 +96,10 @@ def test_partitions_are_on_several_coordinators_and_one_that_is_killed_delays_on
                 assert (lease["value"], lease["late"]) == ([shard], [shard])
                 await store.acknowledge(lease, step=3)
                 assert await store.rewind("read", 2, partition=names[shard]) == 1
-            saved = await store.snapshot(partition=names[0])
-            with pytest.raises(StoreError, match="of another coordinator"):
-                await store.restore(saved, partition=names[1])
+            saved, empty = await store.snapshot(partition=names[0]), await store.snapshot(partition="empty")
+            for wrong, partition in ((saved, names[1]), (structs.replace(empty, generation=1 << 16), names[0])):
+                with pytest.raises(StoreError, match="of another coordinator"):
+                    await store.restore(wrong, partition=partition)
             stats = await store.stats()
             assert stats.rows == 2 and set(stats.by_partition) == set(names.values())
             rows = await store.stage({"value": [np.arange(3)]}, partition=names[1])

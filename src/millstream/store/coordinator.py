@@ -233,8 +233,15 @@ class Coordinator:
             case wire.PutRows() | wire.WriteCells():
                 return structs.replace(change, block=self.pool.spill(change.block))
             case wire.RestorePartition(saved=saved):
-                blocks = [(places, self.pool.spill(block)) for places, block in saved.blocks]
-                return structs.replace(change, saved=structs.replace(saved, blocks=blocks))
+                blocks = list(saved.blocks)
+                spilled = structs.replace(change, saved=structs.replace(saved, blocks=blocks))
+                try:
+                    for number, (places, block) in enumerate(saved.blocks):
+                        blocks[number] = (places, self.pool.spill(block))
+                except StoreError:
+                    self._discard_spilled(change, spilled)
+                    raise
+                return spilled
         return change
 
     def _discard_spilled(self, given: Change, spilled: Change) -> None:

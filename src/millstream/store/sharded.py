@@ -17,7 +17,7 @@ from millstream.store import wire
 from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Saved, StoreStats, Want
 from millstream.store.client import GIVE_UP_S, Address, StoreClient
 from millstream.store.rows import integers
-from millstream.store.table import MAX_WAITERS_SHOWN, SHARD_SHIFT
+from millstream.store.table import GENERATION_SHIFT, MAX_WAITERS_SHOWN, SHARD_SHIFT
 
 
 def shard_of(partition: str, num_shards: int) -> int:
@@ -140,11 +140,12 @@ class ShardedClient:
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
         shard = self._having(partition)
-        for row in saved.rows:
-            if self._that_gave(row.row_id) is not shard:
+        newest = [saved.generation << GENERATION_SHIFT] if saved.generation else []
+        for number in (*newest, *(row.row_id for row in saved.rows)):
+            if self._that_gave(number) is not shard:
                 raise StoreError(
-                    f"row {row.row_id} of the snapshot is of another coordinator, which may have it already: restore into the "
-                    "partition that the snapshot was taken of, in a store with as many coordinators"
+                    "the snapshot is of another coordinator, which may have its rows already: restore into the partition that "
+                    "the snapshot was taken of, in a store with as many coordinators"
                 )
         await shard.restore(saved, partition=partition)
 
