@@ -119,10 +119,15 @@ class Payloads:
         assert segment is not None
         if segment.node == self._address.node:
             return Block(self.segments.view(segment, is_private=payload.is_private))
-        address = granted.addresses.get(segment.node)
+        address = granted.addresses.get(segment.node) or await self._find(segment.node)
         if address is None:
             raise StoreError(f"node {segment.node} is gone, and with it the segment {segment.name}")
         return Block(await fetch_segment(address, self._address.token, segment.name, payload.nbytes))
+
+    async def _find(self, node: str) -> tuple[str, int] | None:
+        """It may have lost its connection for a moment, as all do when the coordinator is restarted."""
+        found: wire.NodeFound = await self._connection.call(wire.FindNode(node))
+        return found.address
 
     def close(self, payloads: Sequence[wire.Payload]) -> None:
         names = [payload.segment.name for payload in payloads if payload.segment is not None]

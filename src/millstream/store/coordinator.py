@@ -17,7 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,7 +42,7 @@ from millstream.store.journal import (
 from millstream.store.rows import LeaseEntry, RowBlock, RowEntry, contiguous_runs
 from millstream.store.segment_pool import SegmentPool
 from millstream.store.segments import SegmentServer, server_name, size_class
-from millstream.store.sessions import DISCONNECT_S, ClientSession, ClientSessions, decode_reply, failure_of
+from millstream.store.sessions import DISCONNECT_S, LONGER, ClientSession, ClientSessions, decode_reply, failure_of
 from millstream.store.table import RowTable
 from millstream.store.waiting import ClaimQueues, PutQueue, ReadyWatch
 
@@ -166,6 +166,8 @@ class Coordinator:
             case wire.ReadPartition():
                 rows = self.table.partition(body.partition).rows_to_save(with_held=body.with_held)
                 return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition, rows))
+            case wire.FindNode():
+                session.run(number, self._find_node(body.node))
             case wire.GetStats():
                 consumers = [*self._claims.waiters(), *self._watch.waiters()]
                 stats = self.table.stats(self._clock.now(), consumers, self._puts.waiters())
@@ -387,6 +389,14 @@ class Coordinator:
             empty_groups=empty,
             addresses={node: at for node, at in self.pool.addresses().items() if node in nodes} if nodes else {},
         )
+
+    async def _find_node(self, node: str) -> wire.ReplyBody:
+        """In the time in which a segment server reconnects or expires."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONGER * self._plan.disconnect_s):
+                while node not in self.pool.addresses():
+                    await self.sessions.next_connection()
+        return wire.NodeFound(self.pool.addresses().get(node))
 
     def _row(self, row_id: int) -> RowEntry:
         for lost in self._lost if row_id not in self.table.rows else ():

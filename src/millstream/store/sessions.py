@@ -97,6 +97,11 @@ class ClientSessions:
         self._on_expired = on_expired
         self._decoder = msgpack_decoder(wire.StoreRequest)
         self.by_name: dict[str, ClientSession] = {}
+        self._connected = asyncio.Event()
+
+    async def next_connection(self) -> None:
+        """Returns when another client has connected."""
+        await self._connected.wait()
 
     def find(self, name: str) -> ClientSession:
         session = self.by_name.get(name)
@@ -146,6 +151,8 @@ class ClientSessions:
             session.expiry = None
         connection.max_bytes = MAX_FRAME_BYTES
         connection.send(wire.StoreReply(number, wire.Welcome()))
+        self._connected.set()
+        self._connected = asyncio.Event()
         return [session]
 
     def start_expiry(self, session: ClientSession, *, is_after_restart: bool = False) -> None:

@@ -176,6 +176,12 @@ class RestorePartition(PartitionRequest):
     saved: rows.SavedPartition[Payload]
 
 
+class FindNode(_Tagged):
+    """The address of a segment server that was not connected when rows were granted."""
+
+    node: str
+
+
 class GetStats(_Tagged): ...
 
 
@@ -196,7 +202,7 @@ LeaseChange = AcknowledgeLease | DropLease | GiveBackLease
 PartitionChange = CloseGroups | CoverStep | RewindTask | FinishPartition | DropPartition
 PayloadChange = PutRows | WriteCells | RestorePartition
 SegmentRequest = ReserveSegment | ReleaseSegment | CloseViews
-Question = ClaimRows | WatchReady | RenewLease | ReadRows | ReadPartition | GetStats | GetLostRows
+Question = ClaimRows | WatchReady | RenewLease | ReadRows | ReadPartition | FindNode | GetStats | GetLostRows
 RequestBody = StoreHello | CancelRequest | LeaseChange | PartitionChange | PayloadChange | SegmentRequest | Question
 
 
@@ -262,6 +268,10 @@ class PartitionReply(_Tagged):
     content: rows.PartitionContent
 
 
+class NodeFound(_Tagged):
+    address: tuple[str, int] | None
+
+
 class StatsReply(_Tagged):
     stats: StoreStats
 
@@ -290,7 +300,15 @@ class UnlinkSegments(_Tagged):
 
 RowsReply = RowsAdded | RowCount | LeaseGranted | ReadyGroups | PartitionReply
 ReplyBody = (
-    Welcome | Accepted | RequestFailed | RowsReply | StatsReply | LostRowsReply | SegmentReserved | UnlinkSegments
+    Welcome
+    | Accepted
+    | RequestFailed
+    | RowsReply
+    | NodeFound
+    | StatsReply
+    | LostRowsReply
+    | SegmentReserved
+    | UnlinkSegments
 )
 
 
