@@ -249,3 +249,11 @@ def test_a_killed_run_may_lack_what_no_checkpoint_covers(made: Path, tmp_path: P
 
 def test_strata_are_those_of_the_writer() -> None:
     assert all(rollout_files.stratum_due(number) == stratum_of(number) for number in range(2000))
+
+
+def test_files_of_another_version_of_the_format_are_a_finding_that_says_so(made: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(simulated(made, "retries and lag"), tmp_path / "run")
+    path = run_dir / "rollouts" / "00.rollouts"
+    path.write_bytes(b"MSR2" + path.read_bytes()[4:])
+    found = findings(audit(run_dir))
+    assert any("written by another version of Millstream: audit it with that one" in one for one in found), found

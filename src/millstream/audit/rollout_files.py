@@ -130,6 +130,8 @@ def _chunks(path: Path, *, has_body: bool = True) -> Iterator[tuple[int, list[An
             if begin + PREFIX.size + head_size + body_size > size:
                 return
             raw, packed = file.read(head_size), file.read(body_size)
+            if magic[:-1] == MAGIC[:-1] and magic != MAGIC:
+                raise ValueError("written by another version of Millstream: audit it with that one")
             if magic != MAGIC or zlib.crc32(raw) != checksum:
                 raise ValueError(f"byte {begin}: not a chunk")
             is_read = has_body and bool(packed)

@@ -125,7 +125,7 @@ class Payloads:
         return Block(await fetch_segment(address, self._address.token, segment.name, payload.nbytes))
 
     async def _find(self, node: str) -> tuple[str, int] | None:
-        """It may have lost its connection for a moment, as all do when the coordinator is restarted."""
+        """The address of a segment server without a connection: after a restart of the coordinator all of them reconnect."""
         found: wire.NodeFound = await self._connection.call(wire.FindNode(node))
         return found.address
 

@@ -17,7 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,7 +42,7 @@ from millstream.store.journal import (
 from millstream.store.rows import LeaseEntry, RowBlock, RowEntry, contiguous_runs
 from millstream.store.segment_pool import SegmentPool
 from millstream.store.segments import SegmentServer, server_name, size_class
-from millstream.store.sessions import DISCONNECT_S, LONGER, ClientSession, ClientSessions, decode_reply, failure_of
+from millstream.store.sessions import DISCONNECT_S, ClientSession, ClientSessions, decode_reply, failure_of
 from millstream.store.table import RowTable
 from millstream.store.waiting import ClaimQueues, PutQueue, ReadyWatch
 
@@ -391,12 +391,7 @@ class Coordinator:
         )
 
     async def _find_node(self, node: str) -> wire.ReplyBody:
-        """In the time in which a segment server reconnects or expires."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LONGER * self._plan.disconnect_s):
-                while node not in self.pool.addresses():
-                    await self.sessions.next_connection()
-        return wire.NodeFound(self.pool.addresses().get(node))
+        return wire.NodeFound(await self.sessions.find_node(node))
 
     def _row(self, row_id: int) -> RowEntry:
         for lost in self._lost if row_id not in self.table.rows else ():

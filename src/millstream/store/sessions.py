@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -97,11 +98,15 @@ class ClientSessions:
         self._on_expired = on_expired
         self._decoder = msgpack_decoder(wire.StoreRequest)
         self.by_name: dict[str, ClientSession] = {}
-        self._connected = asyncio.Event()
+        self._connected = asyncio.Event()  # of the next client that connects
 
-    async def next_connection(self) -> None:
-        """Returns when another client has connected."""
-        await self._connected.wait()
+    async def find_node(self, node: str) -> tuple[str, int] | None:
+        """The address of a node's segment server, once that is connected. None: it did not reconnect before it expires."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONGER * self._disconnect_s):
+                while node not in self.addresses():
+                    await self._connected.wait()
+        return self.addresses().get(node)
 
     def find(self, name: str) -> ClientSession:
         session = self.by_name.get(name)

@@ -270,6 +270,7 @@ class PartitionReply(_Tagged):
 
 class NodeFound(_Tagged):
     address: tuple[str, int] | None
+    """None: the node is gone."""
 
 
 class StatsReply(_Tagged):

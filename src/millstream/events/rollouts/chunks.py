@@ -163,12 +163,10 @@ def encode_chunk(records: Sequence[Numbered], give_way: Callable[[], None] = lam
     head = (records[-1][0], groups, num_attempts, taken, fates, restarts, None, trained)
     if not (attempts or rows or log_ratios):
         return _joined(head, None)
-    num_trained = sum(map(sum, (lengths for _, _, lengths in trained)))
     *of_parts, logprobs = _of_parts(parts)
-    uncompressed = logprobs + _flat(log_ratios, "<f2", num_trained)
-    return _joined(
-        head, (attempts, *of_parts, *_of_taken(places, rewards, rows), zlib.crc32(uncompressed)), uncompressed
-    )
+    uncompressed = logprobs + _flat(log_ratios, "<f2", sum(map(len, log_ratios)))
+    body = (attempts, *of_parts, *_of_taken(places, rewards, rows), zlib.crc32(uncompressed))
+    return _joined(head, body, uncompressed)
 
 
 def encode_cut(seq: int) -> bytes:
@@ -191,12 +189,10 @@ def _of_parts(parts: Sequence[Rollout]) -> tuple[Any, ...]:
         for one in parts
     ]
     num_tokens = sum(row[-1] for row in rows)
-    tokens, versions = (
-        _flat(arrays, "<i4", num_tokens)
-        for arrays in ([part.tokens for part in parts], [part.versions for part in parts])
-    )
+    tokens = _flat([part.tokens for part in parts], "<i4", num_tokens)
+    versions = _flat([part.versions for part in parts], "<i4", num_tokens)
     logprobs_N = np.frombuffer(_flat([part.logprobs for part in parts], "<f4", num_tokens), "<f4")
-    tokens_N = np.frombuffer(tokens, "<u4")  # none is negative
+    tokens_N = np.frombuffer(tokens, "<u4")
     if num_tokens and tokens_N.max() < 1 << 16:
         tokens = tokens_N.astype("<u2").tobytes()
     return rows, tokens, versions, logprobs_N[np.frombuffer(versions, "<i4") >= 0].tobytes()
