@@ -120,8 +120,8 @@ class Result(Struct, frozen=True, kw_only=True, tag="cell"):
     rollouts_per_s: float
     tokens_per_s: float
     """Generated."""
-    tail_ms_per_token: float
-    """Of the one percent of the rollouts that took longest, queueing included."""
+    tail_ms_per_token: float | None
+    """Of the one percent of the rollouts that took longest, queueing included; None if none ended in the measured time."""
     engine_share: float
     learner_share: float
     """Of the wall time, in which the component had work, as the run's spans say."""
@@ -346,10 +346,10 @@ def _tokens(spans: Sequence[Span], begin: float, end: float) -> float:
     return total
 
 
-def tail_ms_per_token(ended: Sequence[RolloutEnded]) -> float:
+def tail_ms_per_token(ended: Sequence[RolloutEnded]) -> float | None:
     longest = sorted(ended, key=lambda event: event.seconds)[-max(1, len(ended) // 100) :]
     num_tokens = sum(event.num_sampled for event in longest)
-    return 1000 * sum(event.seconds for event in longest) / num_tokens if num_tokens else math.nan
+    return 1000 * sum(event.seconds for event in longest) / num_tokens if num_tokens else None
 
 
 def lengths_of(events: Sequence[Event], ended: Sequence[RolloutEnded]) -> dict[str, Any]:

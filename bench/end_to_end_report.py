@@ -218,7 +218,7 @@ def _columns(line: Line) -> list[str]:
         "" if line.model is None else f"{line.model.step_s:.2f} s",
         f"{result.rollouts_per_s:.1f}",
         f"{result.tokens_per_s:,.0f}",
-        f"{result.tail_ms_per_token:.2f}",
+        "" if result.tail_ms_per_token is None else f"{result.tail_ms_per_token:.2f}",
         f"{result.engine_share:.0%}, {result.learner_share:.0%}",
         "" if share is None else f"{share:.2f}",
         f"{result.lag_mean:.2f}, {result.lag_max}",
@@ -313,7 +313,8 @@ def _cell_rows(line: Line, found: Measured) -> Iterator[Row]:
         yield rate(workload, "steps/s", 1 / result.step_s, "the step model", 1 / line.model.step_s)
         yield alone(workload, "(engine alone + learner alone) / wall", line.alone_over_wall or 0.0)
     yield alone(workload, "tokens/s", result.tokens_per_s, digits=0)
-    yield alone(workload, "ms a token of the slowest percentile", result.tail_ms_per_token)
+    if result.tail_ms_per_token is not None:
+        yield alone(workload, "ms a token of the slowest percentile", result.tail_ms_per_token)
     yield alone(workload, "engine busy", result.engine_share)
     yield alone(workload, "learner busy", result.learner_share)
     yield alone(workload, "lag, mean", result.lag_mean)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -132,6 +133,18 @@ def test_only_what_is_after_the_warm_up_counts() -> None:
     assert (found["lag_mean"], found["lag_max"]) == (2.0, 2)
     assert found["lengths"] == [[100], [1000]]
     assert found["prompts"] == [10, 10]
+
+
+def test_a_cell_in_which_no_rollout_ended_in_the_measured_time_is_read_again_and_printed(tmp_path: Path) -> None:
+    found = measured([event for event in EVENTS if event != ended(1, 5.5, 4.0, 1000)], 1)
+    path = tmp_path / "results.jsonl"
+    result = msgspec.structs.replace(result_of("2", 2.0, [[100], []]), tail_ms_per_token=found["tail_ms_per_token"])
+    append_record(path, result)
+    read = read_records(path)
+    assert read.cells[GEOMETRIC_64, "2"] == result
+    rows = list(rows_of(read, WORKLOADS, chosen(f"{GEOMETRIC_64}/2", WORKLOADS)))
+    assert rows and not any("slowest percentile" in row.metric for row in rows)
+    assert list(table(read, WORKLOADS, chosen(f"{GEOMETRIC_64}/2", WORKLOADS)))
 
 
 def test_a_run_without_a_step_after_its_warm_up_is_not_measured() -> None:
