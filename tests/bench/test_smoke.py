@@ -27,6 +27,7 @@ PARTS = {
     "end_to_end_trl",
     "held_out",
     "losses_peers",
+    "machine",
     "modes",
     "published_sides",
     "published_worlds",
