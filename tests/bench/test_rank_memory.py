@@ -21,5 +21,5 @@ def test_a_rank_loads_its_shard_and_publishes_it_and_never_has_the_whole_model(t
     sizes, found = measure(tmp_path, 2)
     assert sizes.bound < 0.9 * sizes.whole, "the bound would allow the whole model"
     assert found.loading <= sizes.bound
-    assert found.publishing <= 0.1 * sizes.largest, "every rank writes its own slices"
+    assert found.publishing <= 0.25 * sizes.largest, "every rank writes its own slices, and has no copy of them"
     assert found.on_cluster <= 2 * sizes.largest, "rank 0 has one whole tensor at a time, and what arrives of it"
