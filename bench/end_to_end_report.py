@@ -338,7 +338,8 @@ def draw_timeline(results: Sequence[Result], path: Path) -> None:
     height = len(results) * (PANEL + BAR + GAP) + 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" font-family="sans-serif" '
-        f'font-size="12" fill="{INK}">'
+        f'font-size="12" fill="{INK}">',
+        "<title>Rollouts that are generated, and the learner's work, over time</title>",
     ]
     for number, result in enumerate(results):
         parts += _panel(result, number * (PANEL + BAR + GAP) + 24, seconds, max(1, most))
