@@ -379,6 +379,29 @@ def test_the_step_limit_is_for_what_lies_between_two_turns_and_the_models_time_d
         run_virtual(program(11.0))
 
 
+@pytest.mark.parametrize("turn_s", [0.0, 3.0, 10.0, 17.0, 1000.0])
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_the_step_limit_ends_a_step_when_it_is_over_however_long_the_turns_before_it_took(
+    turn_s: float, num_turns: int
+) -> None:
+    async def program() -> float:
+        environment = slow(4.0, step_timeout_s=10.0)
+        played: Any = environment.kind.environment
+        played._num_turns, scripted = num_turns + 1, slow_model(turn_s)
+        ask = scripted.episode._generate
+
+        async def last_is_slow(request: Any) -> Any:
+            played._seconds = 4.0 if request.key.turn + 1 < num_turns else 1e6
+            return await ask(request)
+
+        scripted.episode._generate = last_is_slow
+        with pytest.raises(EnvironmentFailed, match="between two turns"):
+            await environment.rollout(scripted.episode)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(program()) == pytest.approx(num_turns * (4.0 + turn_s) + 10.0)
+
+
 def test_no_more_episodes_at_once_than_allowed_and_first_come_is_first_served() -> None:
     async def program() -> tuple[list[int], float, list[str]]:
         environment, order, named = slow(10.0, max_concurrent=2), list[int](), list[str]()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from typing import TypeVar
 
 from millstream.env.base import Content, Context, Environment, EpisodeReward, Text
@@ -65,11 +65,11 @@ class Hosted:
 
     async def _play_in_time(self, environment: Environment, context: Context, sandbox: Sandbox | None) -> EpisodeReward:
         config = self.kind.config
-        limit = asyncio.timeout(config.step_timeout_s)
-        timed = _Timed(context, _StepClock(limit, config.step_timeout_s))
+        limit = asyncio.timeout(None)
+        clock = _StepClock(limit, config.step_timeout_s)
         try:
             async with limit:
-                return await environment.rollout(self._spoken(timed, sandbox))
+                return await environment.rollout(self._spoken(_Timed(context, clock), sandbox))
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -78,6 +78,8 @@ class Hosted:
                 f"{config.shown} took longer than {config.step_timeout_s:g} s between two turns{end}. "
                 "environment.step_timeout_s sets the limit"
             ) from error
+        finally:
+            clock.close()
 
     def _spoken(self, context: Context, sandbox: Sandbox | None) -> Context:
         """With text, and with the tools and the sandbox of the config."""
@@ -100,24 +102,35 @@ class Hosted:
 
 
 class _StepClock:
-    """A time limit that is paused while the model generates, and restarted after every turn."""
+    """A time limit that is paused while the model generates (`with clock:`), and restarted after every turn. A turn only notes
+    when the limit ends: one timer looks at that when it fires, because to cancel and to set one takes longer than a note."""
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
         self._limit = limit
         self._seconds = seconds
         self._num_generating = 0
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._ends_at, self._look)
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         self._num_generating += 1
-        self._limit.reschedule(None)
-        try:
-            yield
-        finally:
-            self._num_generating -= 1
-            if not self._num_generating:
-                with suppress(RuntimeError):  # the environment has ended while a task of its own still generated
-                    self._limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+    def __exit__(self, *error: object) -> None:
+        self._num_generating -= 1
+        if not self._num_generating:
+            self._ends_at = self._loop.time() + self._seconds
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if not self._num_generating and now >= self._ends_at:
+            self._limit.reschedule(now)
+        else:
+            ends_at = now + self._seconds if self._num_generating else self._ends_at
+            self._timer = self._loop.call_at(ends_at, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
 
 
 class _Timed:
@@ -134,15 +147,15 @@ class _Timed:
         return self._context.text
 
     async def ask(self, content: Content, *, is_raw: bool = False) -> str:
-        with self._clock.stopped():
+        with self._clock:
             return await self._context.ask(content, is_raw=is_raw)
 
     async def generate(self, tokens: Sequence[int], limits: TurnLimits | None = None) -> Completion:
-        with self._clock.stopped():
+        with self._clock:
             return await self._context.generate(tokens, limits)
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
-        with nullcontext() if is_timed else self._clock.stopped():
+        with nullcontext() if is_timed else self._clock:
             return await self._context.waiting(what, work, is_timed=is_timed)
 
     def earned(self, reward: float) -> None:

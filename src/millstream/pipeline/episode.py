@@ -220,7 +220,7 @@ class EpisodePart:
         if self._is_generating:
             raise EnvironmentFailed("context.generate was called while another turn was being sampled: take turns")
         self._is_generating = True
-        sequence = [*self._tokens, *tokens]
+        sequence = (*self._tokens, *tokens)
         try:
             completion = await self._episode.request(self, len(self.turns), sequence, limits)
         finally:
@@ -326,7 +326,7 @@ class Episode(EpisodePart):
         return result
 
     async def request(
-        self, part: EpisodePart, turn: int, tokens: Sequence[int], limits: TurnLimits | None
+        self, part: EpisodePart, turn: int, tokens: tuple[int, ...], limits: TurnLimits | None
     ) -> Completion:
         """Sample one turn of a part. Raises `EnvironmentFailed` if more than `max_parts` parts have turns."""
         key = RequestKey(
@@ -337,7 +337,7 @@ class Episode(EpisodePart):
         )
         seed = request_seed(self._run_seed, self._role, key)
         sampling = self._sampling if limits is None else _limited(self._sampling, limits)
-        request = Request(key=key, tokens=tuple(tokens), sampling=sampling, seed=seed)
+        request = Request(key=key, tokens=tokens, sampling=sampling, seed=seed)
         async with self._turn:
             if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
                 raise EnvironmentFailed(

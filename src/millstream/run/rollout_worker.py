@@ -37,6 +37,7 @@ from millstream.rpc.process import Launcher, LocalLauncher, own_node
 from millstream.rpc.serve import end_process, exit_with
 from millstream.run.build import build_environment
 from millstream.run.config import RunConfig
+from millstream.run.garbage import seldom_collected
 from millstream.run.text import TokenizerText
 from millstream.store.client import StoreClient
 from millstream.store.coordinator import StorePlan
@@ -148,7 +149,8 @@ class _Process:
             self._channel.answer(first.number, None)
             _exit_if_blocked(loop, setup.host.blocked_s)
             self._take(host)
-            await self._closed.wait()
+            with seldom_collected():
+                await self._closed.wait()
             await store.close()
         if environment is not None:
             await environment.close()

@@ -175,6 +175,8 @@ class PrefixMap:
 
 def num_cached(prefixes: list[CachedPrefix], replica: str, version: int) -> int:
     """Tokens that the replica need not compute."""
+    if not prefixes:
+        return 0
     return max((one.num_tokens for one in prefixes if one.is_cached(replica, version)), default=0)
 
 
