@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +400,28 @@ def test_the_step_limit_ends_a_step_when_it_is_over_however_long_the_turns_befor
         return asyncio.get_running_loop().time()
 
     assert run_virtual(program()) == pytest.approx(num_turns * (4.0 + turn_s) + 10.0)
+
+
+class Stubborn:
+    """Ignores that it is ended, and asks again."""
+
+    async def rollout(self, context: Context) -> float:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1e6)
+        await context.ask("?")
+        return 1.0
+
+
+def test_an_environment_that_ignores_the_end_of_its_time_gets_no_turn() -> None:
+    async def program() -> list[Any]:
+        kind = find_environment(EnvironmentConfig(use=f"{__file__}:Stubborn", step_timeout_s=10.0))
+        assert kind.environment is not None
+        scripted = slow_model(0.0)
+        with pytest.raises(EnvironmentFailed, match="after the step limit of 10 s had passed"):
+            await Hosted(kind, kind.environment, text_with(None)).rollout(scripted.episode)
+        return scripted.episode.all_turns
+
+    assert run_virtual(program()) == []
 
 
 def test_no_more_episodes_at_once_than_allowed_and_first_come_is_first_served() -> None:

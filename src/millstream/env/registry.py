@@ -114,6 +114,8 @@ class _StepClock:
         self._timer = self._loop.call_at(self._ends_at, self._look)
 
     def __enter__(self) -> None:
+        if self._limit.expired():  # and the environment has ignored its cancellation
+            raise EnvironmentFailed(f"a turn was asked for after the step limit of {self._seconds:g} s had passed")
         self._num_generating += 1
 
     def __exit__(self, *error: object) -> None:
