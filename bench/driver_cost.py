@@ -5,8 +5,8 @@
    the rows, or which read them from the store by themselves.
 2. Turns a second with 1, 2, 4, ... workers (`--workers`), and as many times the groups in flight and in a batch, always with
    as many engines as the most workers; and which process has how much of a core: the busiest is what limits the rate. It
-   needs twice as many cores as there are workers. Beside it is what the machine itself allows: the same number of processes
-   that compute and share nothing (`bench/machine.py`), because logical CPUs share cores and cores share a clock rate.
+   needs twice as many cores as there are workers. Also printed: how independent processes scale on this machine
+   (`bench/machine.py`), because logical CPUs share cores, and cores share a power budget.
 
 Engines are processes with Millstream's own protocol that answer a request at once, without a model; ranks are processes that
 read every number of their rows, and compute nothing; without ranks the learner does nothing. All else is that of a run:
@@ -461,9 +461,9 @@ def turn_rows(options: argparse.Namespace) -> Iterator[Row]:
         else:
             linear = first.turns_per_s * num_workers / options.workers[0]
             yield rate(workload, "turns/s", found.turns_per_s, "linear in workers", linear, digits=0)
-            share = machine.scaling(num_workers) / machine.scaling(options.workers[0])
-            peer = "linear in workers, each as slow as one of so many processes that share nothing"
-            yield rate(workload, "turns/s", found.turns_per_s, peer, linear * share, digits=0)
+            scaling = machine.scaling(num_workers) / machine.scaling(options.workers[0])
+            peer = "linear in workers, as far as independent processes scale on this machine"
+            yield rate(workload, "turns/s", found.turns_per_s, peer, linear * scaling, digits=0)
         yield alone(workload, "ms of the driver's processor per rollout", found.processor_ms)
         yield alone(workload, "the driver's share of a core", found.shares[DRIVER])
         busiest, share = max(found.shares.items(), key=lambda one: one[1])

@@ -102,34 +102,37 @@ class Hosted:
 
 
 class _StepClock:
-    """A time limit that is paused while the model generates (`with clock:`), and restarted after every turn. A turn only notes
-    when the limit ends: one timer looks at that when it fires, because to cancel and to set one takes longer than a note."""
+    """A time limit that is paused while the model generates (`with clock:`), and restarted after every turn. A turn only stores
+    the new deadline; one timer checks it, which is cheaper than to cancel and set a timer in every turn."""
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
         self._limit = limit
         self._seconds = seconds
         self._num_generating = 0
         self._loop = asyncio.get_running_loop()
-        self._ends_at = self._loop.time() + seconds
-        self._timer = self._loop.call_at(self._ends_at, self._look)
+        self._deadline = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._deadline, self._check)
 
     def __enter__(self) -> None:
         if self._limit.expired():  # and the environment has ignored its cancellation
-            raise EnvironmentFailed(f"a turn was asked for after the step limit of {self._seconds:g} s had passed")
+            raise EnvironmentFailed(
+                f"a turn was requested after the step limit of {self._seconds:g} s had passed. "
+                "environment.step_timeout_s sets the limit"
+            )
         self._num_generating += 1
 
     def __exit__(self, *error: object) -> None:
         self._num_generating -= 1
         if not self._num_generating:
-            self._ends_at = self._loop.time() + self._seconds
+            self._deadline = self._loop.time() + self._seconds
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
-        if not self._num_generating and now >= self._ends_at:
+        if not self._num_generating and now >= self._deadline:
             self._limit.reschedule(now)
         else:
-            ends_at = now + self._seconds if self._num_generating else self._ends_at
-            self._timer = self._loop.call_at(ends_at, self._look)
+            next_check = now + self._seconds if self._num_generating else self._deadline
+            self._timer = self._loop.call_at(next_check, self._check)
 
     def close(self) -> None:
         self._timer.cancel()
