@@ -192,8 +192,12 @@ class Admission:
 
     def choose(self, ready: Iterable[int]) -> int | None:
         """The complete group to take next: the earliest deadline that the invariant lets through; None to wait."""
-        by_deadline = sorted((g for g in ready if g in self._places), key=lambda g: (self._places[g].deadline, g))
-        return next((g for g in by_deadline if self.may_take(g)), None)
+        lowest: dict[int, int] = {}  # by deadline: which of its groups it is changes nothing for the invariant
+        for group_id in ready:
+            place = self._places.get(group_id)
+            if place is not None and group_id <= lowest.get(place.deadline, group_id):
+                lowest[place.deadline] = group_id
+        return next((lowest[deadline] for deadline in sorted(lowest) if self.may_take(lowest[deadline])), None)
 
     def take(self, group_id: int) -> Place:
         """The group joins the current batch. Raises `LagError` if it is older than its bound."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -169,10 +170,7 @@ class Attempts:
     async def play(self, key: RequestKey, task: Task, place: Place, is_aborted: Callable[[], bool]) -> AttemptEnd:
         began, limit = self._now(), Limit(self._timeout_s)
         playing = self._playing[key] = _Playing(is_aborted)
-
-        async def generate(request: Request) -> Completion:
-            return await self._generate(request, playing, place, limit)
-
+        generate = partial(self._generate, playing, place, limit)
         try:
             played = await self._player.play(
                 task, key, generate, owner=owner_of(key), limit=limit, is_aborted=is_aborted
@@ -188,7 +186,7 @@ class Attempts:
             reward_parts=played.reward_parts,
         )
 
-    async def _generate(self, request: Request, playing: _Playing, place: Place, limit: Limit) -> Completion:
+    async def _generate(self, playing: _Playing, place: Place, limit: Limit, request: Request) -> Completion:
         if playing.is_aborted() or self._is_ending:  # an environment that does not let itself be cancelled
             raise asyncio.CancelledError
         playing.request = request.key

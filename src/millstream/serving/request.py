@@ -117,18 +117,23 @@ class Lengths:
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._sum = 0
 
     def add(self, num_tokens: int) -> None:
         self._recent.append(num_tokens)
         insort(self._sorted, num_tokens)
+        self._sum += num_tokens
         if len(self._recent) > NUM_RECENT:
             oldest = self._recent.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
+            self._sum -= oldest
 
     def tokens_left(self, num_sampled: float, at_most: float) -> float:
         """The mean of what longer answers had left at this point; of one that is longer than all of them, as much again."""
         if not self._sorted:
             return at_most
+        if num_sampled < self._sorted[0]:  # all are longer: most requests are looked at when they have no token
+            return min(at_most, self._sum / len(self._sorted) - num_sampled)
         longer = self._sorted[bisect_right(self._sorted, num_sampled) :]
         rest = sum(longer) / len(longer) - num_sampled if longer else max(1, num_sampled)
         return min(at_most, rest)

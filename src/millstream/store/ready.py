@@ -132,7 +132,8 @@ class ReadyQueue:
         )
 
     def _choose(self, choose: Choose) -> list[Unit]:
-        units = {unit.id: unit for unit in self.in_order()}
+        queued = sorted(chain.from_iterable(queue.entries for queue in self._queues.values()), key=itemgetter(0))
+        units = {entry[1].id: entry[1] for entry in queued}
         chosen = choose(tuple(units)) if units else None
         if chosen is None:
             return []
@@ -184,8 +185,8 @@ class ReadyQueue:
             entries, before = queue.entries, len(found)
             while entries and id(entries[0][1]) in gone:
                 found.append(entries.popleft())
-            if len(found) < len(gone) and any(id(entry[1]) in gone for entry in entries):
-                found += [entry for entry in entries if id(entry[1]) in gone]
+            if len(found) < len(gone) and (inside := [entry for entry in entries if id(entry[1]) in gone]):
+                found += inside
                 queue.entries = deque(entry for entry in entries if id(entry[1]) not in gone)
             self._count(queue, found[before:], sign=-1)
             if not queue.entries:
