@@ -216,7 +216,8 @@ BESIDE = "proximal.micro_batch_tokens=60"
 def test_the_proximal_policy_beside_the_learner_gives_the_weights_that_the_learners_own_gives(
     tmp_path: Path, lora: list[str]
 ) -> None:
-    """To 1e-6 of the largest weight: micro-batches are others, and with them the order of sums."""
+    """To 1e-6 of the largest weight: micro-batches are others, and with them the order of sums. Adapters have a learning rate at
+    which 24 steps make 1e-5 of that on some processors; the policy of another batch makes 1."""
     own = metrics(tmp_path / "own", *SEVERAL, "pipeline.max_lag=0", *lora)
     beside = metrics(tmp_path / "beside", *SEVERAL, "pipeline.max_lag=0", *lora, BESIDE)
     again = metrics(tmp_path / "again", *SEVERAL, "pipeline.max_lag=0", *lora, BESIDE)
@@ -224,7 +225,8 @@ def test_the_proximal_policy_beside_the_learner_gives_the_weights_that_the_learn
         load_file(tmp_path / name / "run/model/model.safetensors") for name in ("own", "beside", "again")
     )
     largest = max(float(np.abs(theirs[name]).max()) for name in theirs)
-    assert max(float(np.abs(ours[name] - theirs[name]).max()) for name in theirs) < 1e-6 * largest
+    limit = (1e-4 if lora else 1e-6) * largest
+    assert max(float(np.abs(ours[name] - theirs[name]).max()) for name in theirs) < limit
     assert all(np.array_equal(ours[name], twice[name]) for name in ours), "the same bits, whatever the timing"
     assert [step["reward"] for step in beside] == [step["reward"] for step in own]
     assert mean(beside, "clipped_share") > 0.02, "it matters what it says"
