@@ -59,7 +59,9 @@ def test_under_random_interleavings_the_bound_holds_and_some_move_is_always_poss
         moves += [("finish", g) for g in running]
         moves += [("filter", g) for g in complete if rng.random() < 0.1]
         moves += [("restart", g) for g in running if rng.random() < 0.02]
-        choice = admission.choose(complete)
+        choice = admission.choose(rng.sample(list(complete), len(complete)))
+        in_order = sorted(complete, key=lambda group: (complete[group].deadline, group))
+        assert choice == next((group for group in in_order if admission.may_take(group)), None)
         if choice is not None:
             moves.append(("take", choice))
         moves += [("take", g) for g in complete if admission.may_take(g)]

@@ -112,7 +112,8 @@ class RowTable:
         """Raises for more groups than rows fit, as there are when groups without rows are not claimed."""
         if self.capacity_rows is None:
             return
-        num_new, limit = sum(group_id not in part.groups for group_id in group_ids), GROUPS_PER_ROW * self.capacity_rows
+        num_new = len({group_id for group_id in group_ids if group_id not in part.groups})
+        limit = GROUPS_PER_ROW * self.capacity_rows
         if num_new and sum(len(other.groups) for other in self.partitions.values()) + num_new > limit:
             raise StoreError(
                 f"the store has {limit} groups, its limit, many without rows: claim them, or drop a partition"
