@@ -101,7 +101,7 @@ class StoreSuiteBase:
 
     tick_s = 0.05
     """Within this time everything has happened that is going to happen by itself."""
-    limit_s = 20.0
+    limit_s = 60.0
     """A test that takes longer hangs."""
     beside = TRAIN
     """A partition that shares its capacity with the partition `eval`."""

@@ -261,14 +261,14 @@ class ClaimPromises(StoreSuiteBase):
 
         waiting = await self.soon(store.claim("score", choose=choose))
         for group_id in range(4):
-            await put_group(store, group_id, ["x"])
+            await put_group(store, group_id, ["x"], versions=9 - group_id)
         assert (await store.claim("score")).group_id == 0
         assert await self.still_waits(waiting)
         assert (await store.stats()).waiting_consumers["score"] == 1
         wanted.append(2)
         store.wake()
         assert (await waiting).group_id == 2
-        assert shown[-1] == (1, 2, 3)
+        assert shown[-1] == (1, 2, 3), "the longest ready first, whatever their versions"
 
     @store_promise(GROUPS)
     async def test_a_chooser_may_be_cancelled_time_out_fail_or_end(self, store: Store) -> None:
