@@ -236,7 +236,8 @@ class Fate(StrEnum):
     # Its rewards carry no signal, or the user's own filter refused it (`pipeline.filter`). It was replaced by a new prompt, or,
     # past the step's budget, its place stayed empty.
     FILTERED = "filtered"
-    FAILED = "failed"  # fewer members than the smallest group survived their retries
+    # Fewer members than the smallest group survived their retries, or the reward of the whole group raised.
+    FAILED = "failed"
     ABORTED = "aborted"  # first to finish: the batch was full without it, and it could not be trained any more
     # A resume changed the schedule, and no batch could train it in time any more. Its prompt is fed again.
     SUPERSEDED = "superseded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -20,13 +21,17 @@ def plain(ended: Sequence[int], num_sampled: float, at_most: float) -> float:
 
 
 @given(
-    ended=st.lists(st.integers(0, 50), max_size=2 * NUM_RECENT),
+    count=st.sampled_from([0, 1, 5, NUM_RECENT, NUM_RECENT + 1, 3 * NUM_RECENT]),
+    lowest=st.integers(0, 30),
     num_sampled=st.floats(0, 60) | st.integers(0, 60),
     at_most=st.integers(0, 60),
+    seed=st.integers(0, 2**32),
 )
 def test_a_request_is_expected_to_sample_what_longer_ones_among_the_last_answers_had_left(
-    ended: list[int], num_sampled: float, at_most: int
+    count: int, lowest: int, num_sampled: float, at_most: int, seed: int
 ) -> None:
+    rng = random.Random(seed)
+    ended = [rng.randint(lowest, 50) for _ in range(count)]
     lengths = Lengths()
     for length in ended:
         lengths.add(length)

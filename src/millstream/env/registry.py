@@ -177,6 +177,7 @@ class Environments:
         self._by_name: Mapping[str, Hosted] = {one.kind.name: one for one in hosted}
 
     def rollout(self, context: Context) -> Coroutine[Any, Any, EpisodeReward]:
+        """Not a coroutine itself: a turn passes one frame less. A task of an unknown environment raises at the call."""
         return self.of(context.task).rollout(context)
 
     def of(self, task: Task) -> Hosted:

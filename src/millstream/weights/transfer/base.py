@@ -1,7 +1,8 @@
 """The descriptor of a published weight version, and the interface of a transport.
 
 A new transport is a `TransportStage` and a `TransportFetch` in a file of its own, one line in `transports.TRANSPORTS`, its name
-in `weights.base.TransferWay`, and its words and default in `cluster/resources.py` (`TRANSFER_WORDS`, `ways_of`).
+in `weights.base.TransferWay`, and its words and default in `cluster/resources.py` (`TRANSFER_WORDS`, `ways_of`). One that needs
+a GPU is also named in `run/ray_backend.py` (`ON_HOST`) and in `publisher.py`.
 """
 
 from __future__ import annotations
