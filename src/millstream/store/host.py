@@ -124,7 +124,12 @@ class SharedStore:
 
     def _restart_forever(self) -> None:
         began, num_failures = time.monotonic(), 0
-        while (code := self.process.wait()) is not None and not self._is_closing:
+        while True:
+            code = self.process.wait()
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+            if self._is_closing:
+                return
             has_failed = code > 0 and time.monotonic() - began < MIN_SERVICE_S  # it was not killed
             num_failures = num_failures + 1 if has_failed else 0
             if num_failures:
