@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -311,6 +312,9 @@ def test_sandboxes_are_started_ahead_up_to_a_bound_and_a_dead_one_is_replaced() 
         for dead in list(pool._ready):
             assert isinstance(dead, WalledSandbox) and dead.keeper_id is not None
             os.kill(dead.keeper_id, signal.SIGKILL)
+            assert dead._commands is not None
+            ended, _, _ = await asyncio.to_thread(select.select, [dead._commands.fileno()], [], [], 60.0)
+            assert ended, "its connection ends with its last process"
         second = await pool.take(Task(id="1", prompt="p"))
         assert (await second.exec("echo well")).output == b"well\n" and second is not first
         await pool.give_back(first)
