@@ -7,9 +7,9 @@ episodes of a kind run at once; waiting for a place counts against no time limit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from millstream.env.base import Content, Context, Environment, EpisodeReward, Text
 from millstream.env.config import SINGLE_TURN
@@ -176,9 +176,8 @@ class Environments:
     def __init__(self, hosted: Sequence[Hosted]) -> None:
         self._by_name: Mapping[str, Hosted] = {one.kind.name: one for one in hosted}
 
-    def rollout(self, context: Context) -> Coroutine[Any, Any, EpisodeReward]:
-        """Not a coroutine itself: a turn passes one frame less. A task of an unknown environment raises at the call."""
-        return self.of(context.task).rollout(context)
+    async def rollout(self, context: Context) -> EpisodeReward:
+        return await self.of(context.task).rollout(context)
 
     def of(self, task: Task) -> Hosted:
         """Raises `DataError` for a task that names no environment, or an unknown one."""

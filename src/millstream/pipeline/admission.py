@@ -192,7 +192,7 @@ class Admission:
 
     def choose(self, ready: Iterable[int]) -> int | None:
         """The complete group to take next: the earliest deadline that the invariant lets through; None to wait."""
-        lowest: dict[int, int] = {}  # the lowest id of each deadline: the others may be taken if it may
+        lowest: dict[int, int] = {}  # id by deadline: where the lowest may not be taken, no other of that deadline may
         for group_id in ready:
             place = self._places.get(group_id)
             if place is not None and group_id <= lowest.get(place.deadline, group_id):

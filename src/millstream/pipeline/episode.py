@@ -338,19 +338,17 @@ class Episode(EpisodePart):
         seed = request_seed(self._run_seed, self._role, key)
         sampling = self._sampling if limits is None else _limited(self._sampling, limits)
         request = Request(key=key, tokens=tokens, sampling=sampling, seed=seed)
-        await self._turn.acquire()
-        try:
+        async with self._turn:
             if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
                 raise EnvironmentFailed(
                     f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the "
                     'environment needs (with thinking = "drop", one for every turn)'
                 )
-            return await self._generate(request)
-        except RequestRefused:
-            self._is_cut = True
-            raise
-        finally:
-            self._turn.release()
+            try:
+                return await self._generate(request)
+            except RequestRefused:
+                self._is_cut = True
+                raise
 
     def close(self) -> None:
         """Break the reference cycles, so that the memory is freed without the garbage collector."""

@@ -132,7 +132,7 @@ class Lengths:
         """The mean of what longer answers had left at this point; of one that is longer than all of them, as much again."""
         if not self._sorted:
             return at_most
-        if num_sampled < self._sorted[0]:  # all are longer: most requests are looked at when they have no token
+        if num_sampled < self._sorted[0]:  # all are longer, as for every request without tokens
             return min(at_most, self._sum / len(self._sorted) - num_sampled)
         longer = self._sorted[bisect_right(self._sorted, num_sampled) :]
         rest = sum(longer) / len(longer) - num_sampled if longer else max(1, num_sampled)
