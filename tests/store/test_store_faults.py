@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,26 @@ def test_twenty_kills_under_load_lose_nothing_and_repeat_nothing(
     for name in crew.members:
         crew.kill(name)
     check_ledgers(tmp_path, *asyncio.run(drain(store)))
+
+
+class Sleeping(SharedStore):
+    """Its coordinator is a process that does nothing until its pipe closes."""
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+
+def test_the_pipe_of_a_coordinator_that_has_ended_is_closed() -> None:
+    with Sleeping(make_plan(TASKS)) as store:
+        first = store.process
+        first.kill()
+        until = time.monotonic() + 30
+        while store.process is first and time.monotonic() < until:
+            time.sleep(0.01)
+        second = store.process
+        assert second is not first, "it was replaced"
+        assert first.stdin is not None and first.stdin.closed
+    assert second.stdin is not None and second.stdin.closed
 
 
 def test_a_consumer_that_hangs_with_its_line_open_loses_its_lease_when_it_expires(store: SharedStore) -> None:
