@@ -348,8 +348,8 @@ async def made(config: RunConfig, places: Places, tmp_path: Path, *names: str) -
     backend = LocalBackend(config, places)
     context = BackendContext(model=make("llama"), tokenizer=None, folder=tmp_path, clock=RealClock(), sink=MemorySink())
     await backend.open(context)
-    engines = [backend.make_engine(name) for name in names]
-    for engine in engines:
+    for name in names:  # one after another, so that they are recorded in this order
+        engine = backend.make_engine(name)
         with pytest.raises(EngineError, match="only recorded"):
             await engine.resume()
         await engine.close()
