@@ -95,7 +95,8 @@ def checksum_of(arrays: Any) -> int:
 def _checksum(cell: NDArray[Any]) -> int:
     """The fastest method for a short cell, and for a long one."""
     data = np.ascontiguousarray(cell).view(np.uint8)
-    return zlib.adler32(data.data) if data.nbytes < 2048 else int(np.bitwise_xor.reduce(data))
+    # `data.data` would take as long as the checksum of a short cell.
+    return zlib.adler32(data) if data.nbytes < 2048 else int(np.bitwise_xor.reduce(data))  # type: ignore[arg-type]
 
 
 def private_bytes(pid: int) -> int:
@@ -265,9 +266,9 @@ class _Connected:
         self._client: StoreClient | None = None
 
     async def client(self) -> StoreClient:
-        from internals_ray import connect
-
         if self._client is None:
+            from internals_ray import connect
+
             self._client = await connect(self._address)
         return self._client
 

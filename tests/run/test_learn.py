@@ -151,7 +151,7 @@ def test_rewards_that_were_acknowledged_before_a_kill_are_trained_once(trained: 
     with serving(serve(trained, run_dir=run_dir, **changes)) as service:
         for number in range(6):  # a step takes four
             assert service.reward(service.session(), number % 2).status_code == 200
-        until(lambda: sealed_checkpoints(run_dir) > 0 and service.health()["steps"] == 1, service.process)
+        until(lambda: sealed_checkpoints(run_dir) > 1 and service.health()["steps"] == 1, service.process)
         left = service.session()
         service.process.kill()
     with (run_dir / "sessions.jsonl").open("ab") as journal:
