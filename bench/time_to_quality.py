@@ -5,8 +5,9 @@ held-out tasks, sampled and greedy. The evaluations are outside the clock of tra
 alone. All modes see the same tasks in the same order; no group is replaced, so that every step trains the same number of
 rollouts. `run` adds a line to FILE for each cell that is not in it: it can be stopped, and continued on another day.
 
-    .venv/bin/python bench/time_to_quality.py run FILE [--modes barrier,0,2,4] [--seeds 0-2] [--seconds 300]
-        [--set model.path=FOLDER ...] [--minutes 9] [--trl-python PYTHON] [--trl-set vllm_gpu_memory_utilization=0.4 ...]
+    .venv/bin/python bench/time_to_quality.py run FILE [--modes barrier,0,2,4] [--seeds 0-2] [--seconds 300] [--runs FOLDER]
+        [--set model.path=FOLDER ...] [--minutes 9] [--trl-python PYTHON] [--trl-seconds 600]
+        [--trl-set vllm_gpu_memory_utilization=0.4 ...]
     .venv/bin/python bench/time_to_quality.py report FILE [--target 0.5] [--json] [--docs docs]
     .venv/bin/python bench/time_to_quality.py --smoke [--json]
 """
@@ -28,7 +29,7 @@ from modes import MODES
 from report import ROOT, Options, publish, say
 from time_to_quality_cells import TimedCell, TimedSettings, add_result, read_results, run_cell
 from time_to_quality_report import json_rows, write_report
-from time_to_quality_trl import TRL, run_trl
+from time_to_quality_trl import TRL, run_trl, seconds_of_trl
 
 OTHER_S = 90.0
 """What a cell is expected to take besides its seconds of training: a start, and the evaluations."""
@@ -58,13 +59,15 @@ def run(
     cells: Sequence[TimedCell],
     *,
     minutes: float = math.inf,
+    runs: Path | None = None,
     trl_python: Path = Path(sys.executable),
     trl_changes: Sequence[str] = (),
 ) -> None:
-    """No cell begins that would not end in time."""
+    """No cell begins that would not end in time. The run folders of ours are kept in `runs`, if it is given."""
     began = time.monotonic()
     for number, cell in enumerate(cells):
-        if time.monotonic() - began + settings.seconds + OTHER_S > 60 * minutes:
+        seconds = seconds_of_trl(settings) if cell.mode == TRL else settings.seconds
+        if time.monotonic() - began + seconds + OTHER_S > 60 * minutes:
             say(f"the time is over: {len(cells) - number} cells are left")
             return
         config = config_of(settings, cell.seed)
@@ -73,7 +76,7 @@ def run(
                 own = Path(folder)
                 result = run_trl(settings, config, cell, own, python=trl_python, changes=trl_changes)
             else:
-                result = run_cell(settings, config, cell, Path(folder))
+                result = run_cell(settings, config, cell, Path(folder) if runs is None else runs / f"{cell.mode}-{cell.seed}")
         add_result(file, result)
         say(f"{cell}: {result}")
     say("every cell is done")
@@ -101,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     running.add_argument("--points", type=int, default=20, help="of a curve")
     running.add_argument("--set", action="append", default=[], dest="changes", metavar="a.b=c")
     running.add_argument("--minutes", type=float, default=600.0)
+    running.add_argument("--runs", type=Path, help="keep the run folders here")
+    running.add_argument("--trl-seconds", type=float, help="of TRL's training, if not as long as the others")
     running.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="a Python that has TRL and vLLM")
     running.add_argument("--trl-set", action="append", default=[], metavar="KEY=JSON", help="of its GRPOConfig")
     reporting = commands.add_parser("report", help="tables and figures")
@@ -116,10 +121,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 changes=tuple(options.changes),
                 seconds=options.seconds,
                 points=options.points,
+                trl_seconds=options.trl_seconds,
             )
             cells = missing(options.file, settings, options.modes.split(","), options.seeds)
             trl: dict[str, Any] = {"trl_python": options.trl_python, "trl_changes": options.trl_set}
-            run(options.file, settings, cells, minutes=options.minutes, **trl)
+            run(options.file, settings, cells, minutes=options.minutes, runs=options.runs, **trl)
         case "report" if options.json:
             publish(json_rows(read_results(options.file), options.target), options)
         case "report":

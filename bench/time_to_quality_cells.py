@@ -42,6 +42,8 @@ class TimedSettings(Struct, frozen=True, kw_only=True):
     changes: tuple[str, ...]
     seconds: float
     points: int
+    trl_seconds: float | None = None
+    """What TRL trains for. None: as long as the other modes."""
 
 
 class TimedCell(NamedTuple):

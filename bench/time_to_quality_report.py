@@ -135,13 +135,15 @@ def in_words(results: Results) -> str:
     any_one = next(iter(results.values()))
     lengths = [one.mean_tokens for one in results.values()]
     counts = [len(of_mode(results, mode)) for mode in modes_in(results)]
+    trl_seconds = any_one.settings.trl_seconds
+    trl = "" if trl_seconds is None else f" ({trl_seconds:.0f} s of TRL's)"
     interval = "Student's over the seeds where there are several, else normal over the held-out tasks"
     if max(counts) == 1:
         interval = "normal, over the held-out tasks of one seed"
     elif min(counts) > 1:
         interval = "Student's, over the seeds"
     return (
-        f"`recipes/{any_one.settings.recipe}.toml`, {any_one.settings.seconds:.0f} s of training a run, "
+        f"`recipes/{any_one.settings.recipe}.toml`, {any_one.settings.seconds:.0f} s of training a run{trl}, "
         f"{any_one.held_out} held-out tasks, {any_one.device}, {min(one.at for one in results.values())[:10]}. "
         f"Accuracy is the share of tasks solved, sampled; at the end, the mean of the last {LAST_POINTS} points. 95% "
         f"intervals: {interval}. Rollouts have {min(lengths):.0f} to {max(lengths):.0f} tokens on average. A run took "

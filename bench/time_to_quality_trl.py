@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec import structs
 from safetensors.torch import load_file
 
@@ -51,13 +52,15 @@ def run_trl(
     changes: Sequence[str] = (),
 ) -> TimedResult:
     """`changes` of GRPOConfig, as KEY=JSON. Raises `subprocess.CalledProcessError` if TRL fails; its last words are shown."""
-    began, config = time.monotonic(), base_config(config)
+    began = time.monotonic()
+    config = base_config(config)
     folder.mkdir(exist_ok=True)
     job = job_of(settings, config, folder, changes)
     (folder / "job.json").write_text(json.dumps(job))
+    torch.cuda.empty_cache()  # what earlier cells left on the GPU
     call_trl(python, folder)
     result = json.loads((folder / "result.json").read_text())
-    ends = in_time(without_start_up(result["step_ends"], 1), settings.seconds)
+    ends = in_time(without_start_up(result["step_ends"], 1), seconds_of_trl(settings))
     trained_s = time.monotonic()
     weights = {step: load_file(folder / f"step-{step}.safetensors") for step in result["kept"] if step <= len(ends)}
     found = measure_versions(measured_config(config), weights)
@@ -90,6 +93,10 @@ def run_trl(
     )
 
 
+def seconds_of_trl(settings: TimedSettings) -> float:
+    return settings.seconds if settings.trl_seconds is None else settings.trl_seconds
+
+
 def in_time(ends: Sequence[float], limit_s: float) -> list[float]:
     """The ends of the steps up to the first one that is past the limit, which ends a run of ours, too."""
     return list(ends[: 1 + sum(end < limit_s for end in ends)])
@@ -111,7 +118,7 @@ def job_of(settings: TimedSettings, config: RunConfig, folder: Path, changes: Se
         "data": str(folder / "train.jsonl"),
         "environment": [structs.asdict(one) for one in config.environment],
         "keep_every_s": settings.seconds / settings.points,
-        "limit_s": settings.seconds + SPARE_S,
+        "limit_s": seconds_of_trl(settings) + SPARE_S,
         "config": {
             **same_as_ours(config),
             "gradient_checkpointing": False,
