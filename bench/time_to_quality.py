@@ -76,7 +76,9 @@ def run(
                 own = Path(folder)
                 result = run_trl(settings, config, cell, own, python=trl_python, changes=trl_changes)
             else:
-                result = run_cell(settings, config, cell, Path(folder) if runs is None else runs / f"{cell.mode}-{cell.seed}")
+                result = run_cell(
+                    settings, config, cell, Path(folder) if runs is None else runs / f"{cell.mode}-{cell.seed}"
+                )
         add_result(file, result)
         say(f"{cell}: {result}")
     say("every cell is done")

@@ -14,7 +14,7 @@ import run_parts
 import time_to_quality
 from curves import Point
 from held_out import measure_configs
-from internals import recipe
+from internals import audit, recipe
 from millstream import RunConfig, train
 from millstream.env.config import EnvironmentConfig
 from millstream.env.resolve import find_environment, make_tasks
@@ -22,10 +22,10 @@ from millstream.events import RolloutEnded, Span, Stepped
 from millstream.events.sinks import MemorySink
 from modes import BARRIER, in_mode
 from task_survey import small, steps_of_sum
-from time_to_quality import SMOKE, config_of, missing, seeds_of
+from time_to_quality import SMOKE, config_of, missing, run, seeds_of
 from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, add_result, base_config, read_results, run_cell
 from time_to_quality_report import difference, json_rows, table
-from time_to_quality_trl import in_time, job_of
+from time_to_quality_trl import in_time, job_of, seconds_of_trl
 
 SETTINGS = TimedSettings(recipe="demo", changes=SMOKE, seconds=100.0, points=4)
 
@@ -120,6 +120,12 @@ def test_every_answer_to_a_held_out_task_has_its_length(tmp_path: Path) -> None:
         )
 
 
+def test_run_folders_are_kept_if_asked(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, seconds=0.5, points=2)
+    run(tmp_path / "cells", settings, [TimedCell("2", 0)], runs=tmp_path / "runs")
+    assert audit(tmp_path / "runs/2-0/run").is_clean
+
+
 def test_cells_that_are_in_the_file_are_not_measured_again(tmp_path: Path) -> None:
     file = tmp_path / "cells.jsonl"
     add_result(file, made_up("2", 0, 0.5))
@@ -195,6 +201,11 @@ def test_trl_gets_the_same_prompts_in_the_same_order_and_the_same_loss(tmp_path:
     assert job["config"]["num_generations"] == 2 and job["config"]["learning_rate"] == config.learner.learning_rate
     assert job["config"]["temperature"] == 0.9 and job["keep_every_s"] == 25.0
     assert job["config"]["per_device_train_batch_size"] * job["config"]["gradient_accumulation_steps"] == 4
+
+
+def test_trl_has_the_time_of_the_others_or_its_own() -> None:
+    assert seconds_of_trl(SETTINGS) == 100.0
+    assert seconds_of_trl(replace(SETTINGS, trl_seconds=300.0)) == 300.0
 
 
 def test_trl_is_scored_by_the_rule_of_the_environment() -> None:
