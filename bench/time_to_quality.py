@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ from time_to_quality_trl import TRL, run_trl, seconds_of_trl
 
 OTHER_S = 90.0
 """What a cell is expected to take besides its seconds of training: a start, and the evaluations."""
+OTHER_S_OF_TRL = 180.0
+"""With the start of vLLM."""
 SMOKE = (
     "data.size=64",
     "data.holdout=8",
@@ -63,11 +66,10 @@ def run(
     trl_python: Path = Path(sys.executable),
     trl_changes: Sequence[str] = (),
 ) -> None:
-    """No cell begins that would not end in time. The run folders of ours are kept in `runs`, if it is given."""
+    """No cell begins that would not end in time. Millstream's run folders are kept in `runs`, if it is given; TRL has none."""
     began = time.monotonic()
     for number, cell in enumerate(cells):
-        seconds = seconds_of_trl(settings) if cell.mode == TRL else settings.seconds
-        if time.monotonic() - began + seconds + OTHER_S > 60 * minutes:
+        if time.monotonic() - began + expected_s(settings, cell) > 60 * minutes:
             say(f"the time is over: {len(cells) - number} cells are left")
             return
         config = config_of(settings, cell.seed)
@@ -76,12 +78,24 @@ def run(
                 own = Path(folder)
                 result = run_trl(settings, config, cell, own, python=trl_python, changes=trl_changes)
             else:
-                result = run_cell(
-                    settings, config, cell, Path(folder) if runs is None else runs / f"{cell.mode}-{cell.seed}"
-                )
+                result = run_cell(settings, config, cell, Path(folder))
+                if runs is not None:
+                    keep_run(Path(folder), runs, cell)
         add_result(file, result)
         say(f"{cell}: {result}")
     say("every cell is done")
+
+
+def expected_s(settings: TimedSettings, cell: TimedCell) -> float:
+    if cell.mode == TRL:
+        return seconds_of_trl(settings) + OTHER_S_OF_TRL
+    return settings.seconds + OTHER_S
+
+
+def keep_run(folder: Path, runs: Path, cell: TimedCell) -> None:
+    """In a new folder with the cell in its name."""
+    runs.mkdir(parents=True, exist_ok=True)
+    shutil.move(folder / "run", tempfile.mkdtemp(prefix=f"{cell.mode}-{cell.seed}-", dir=runs))
 
 
 def config_of(settings: TimedSettings, seed: int) -> RunConfig:
@@ -106,8 +120,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     running.add_argument("--points", type=int, default=20, help="of a curve")
     running.add_argument("--set", action="append", default=[], dest="changes", metavar="a.b=c")
     running.add_argument("--minutes", type=float, default=600.0)
-    running.add_argument("--runs", type=Path, help="keep the run folders here")
-    running.add_argument("--trl-seconds", type=float, help="of TRL's training, if not as long as the others")
+    running.add_argument("--runs", type=Path, help="keep Millstream's run folders here")
+    running.add_argument(
+        "--trl-seconds",
+        type=float,
+        help="of TRL's training, if not as long as the others; a setting of the file, so it is given for all of its cells",
+    )
     running.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="a Python that has TRL and vLLM")
     running.add_argument("--trl-set", action="append", default=[], metavar="KEY=JSON", help="of its GRPOConfig")
     reporting = commands.add_parser("report", help="tables and figures")

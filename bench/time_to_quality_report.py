@@ -136,7 +136,7 @@ def in_words(results: Results) -> str:
     lengths = [one.mean_tokens for one in results.values()]
     counts = [len(of_mode(results, mode)) for mode in modes_in(results)]
     trl_seconds = any_one.settings.trl_seconds
-    trl = "" if trl_seconds is None else f" ({trl_seconds:.0f} s of TRL's)"
+    trl = f" (TRL: {trl_seconds:.0f} s)" if trl_seconds is not None and of_mode(results, TRL) else ""
     interval = "Student's over the seeds where there are several, else normal over the held-out tasks"
     if max(counts) == 1:
         interval = "normal, over the held-out tasks of one seed"

@@ -30,8 +30,6 @@ from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, base_co
 from vs_trl import same_as_ours, without_start_up
 
 TRL = "trl"
-SPARE_S = 60.0
-"""More than the seconds of training: the first step may compile."""
 ON_GPU: dict[str, Any] = {
     "use_vllm": True,
     "vllm_mode": "colocate",
@@ -117,8 +115,8 @@ def job_of(settings: TimedSettings, config: RunConfig, folder: Path, changes: Se
         "model": config.model.path,
         "data": str(folder / "train.jsonl"),
         "environment": [structs.asdict(one) for one in config.environment],
-        "keep_every_s": settings.seconds / settings.points,
-        "limit_s": seconds_of_trl(settings) + SPARE_S,
+        "keep_every_s": seconds_of_trl(settings) / settings.points,
+        "limit_s": seconds_of_trl(settings),
         "config": {
             **same_as_ours(config),
             "gradient_checkpointing": False,

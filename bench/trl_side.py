@@ -26,10 +26,14 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """The time of every step, the weights of some, and the end when the time is up. Weights are kept every so many steps, or
-    of the first step after every so many seconds."""
+    of the first step after every so many seconds; then what the first step takes longer than the second, such as compilation,
+    is not counted as time."""
 
     def __init__(self, model: Any, keep_every: int | None, keep_every_s: float, limit_s: float) -> None:
-        self.model, self.keep_every, self.keep_every_s, self.limit_s = model, keep_every, keep_every_s, limit_s
+        self.model = model
+        self.keep_every = keep_every
+        self.keep_every_s = keep_every_s
+        self.limit_s = limit_s
         self.began = 0.0
         self.step_ends: list[float] = []
         self.kept: dict[int, dict[str, torch.Tensor]] = {}
@@ -42,7 +46,7 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if not self._is_due(state.global_step):
             return
         self._keep(state.global_step)
-        is_late = torch.tensor(float(self.step_ends[-1] > self.limit_s))
+        is_late = torch.tensor(float(self._seconds() > self.limit_s))
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.broadcast(is_late, src=0)  # all processes stop at the same step, or none
         control.should_training_stop = control.should_training_stop or bool(is_late)
@@ -52,6 +56,11 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _keep(self, step: int) -> None:
         self.kept[step] = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+    def _seconds(self) -> float:
+        first, *others = self.step_ends
+        excess = first - (others[0] - first) if others and self.keep_every is None else 0.0
+        return self.step_ends[-1] - max(0.0, excess)
 
     def _is_due(self, step: int) -> bool:
         if self.keep_every is not None:

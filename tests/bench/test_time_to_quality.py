@@ -24,7 +24,7 @@ from modes import BARRIER, in_mode
 from task_survey import small, steps_of_sum
 from time_to_quality import SMOKE, config_of, missing, run, seeds_of
 from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, add_result, base_config, read_results, run_cell
-from time_to_quality_report import difference, json_rows, table
+from time_to_quality_report import difference, in_words, json_rows, table
 from time_to_quality_trl import in_time, job_of, seconds_of_trl
 
 SETTINGS = TimedSettings(recipe="demo", changes=SMOKE, seconds=100.0, points=4)
@@ -120,10 +120,12 @@ def test_every_answer_to_a_held_out_task_has_its_length(tmp_path: Path) -> None:
         )
 
 
-def test_run_folders_are_kept_if_asked(tmp_path: Path) -> None:
+def test_run_folders_are_kept_if_asked_and_none_is_in_the_way_of_another(tmp_path: Path) -> None:
     settings = replace(SETTINGS, seconds=0.5, points=2)
-    run(tmp_path / "cells", settings, [TimedCell("2", 0)], runs=tmp_path / "runs")
-    assert audit(tmp_path / "runs/2-0/run").is_clean
+    for file in ("first", "second"):
+        run(tmp_path / file, settings, [TimedCell("2", 0)], runs=tmp_path / "runs")
+    kept = list((tmp_path / "runs").glob("2-0-*/run"))
+    assert len(kept) == 2 and all(audit(folder).is_clean for folder in kept)
 
 
 def test_cells_that_are_in_the_file_are_not_measured_again(tmp_path: Path) -> None:
@@ -199,13 +201,19 @@ def test_trl_gets_the_same_prompts_in_the_same_order_and_the_same_loss(tmp_path:
     records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert len(records) == 56 and records[0].keys() >= {"prompt", "answer"}
     assert job["config"]["num_generations"] == 2 and job["config"]["learning_rate"] == config.learner.learning_rate
-    assert job["config"]["temperature"] == 0.9 and job["keep_every_s"] == 25.0
+    assert job["config"]["temperature"] == 0.9 and job["keep_every_s"] == 25.0 and job["limit_s"] == 100.0
+    longer: dict[str, Any] = job_of(replace(SETTINGS, trl_seconds=300.0), config, tmp_path, [])
+    assert longer["keep_every_s"] == 75.0 and longer["limit_s"] == 300.0
     assert job["config"]["per_device_train_batch_size"] * job["config"]["gradient_accumulation_steps"] == 4
 
 
-def test_trl_has_the_time_of_the_others_or_its_own() -> None:
-    assert seconds_of_trl(SETTINGS) == 100.0
-    assert seconds_of_trl(replace(SETTINGS, trl_seconds=300.0)) == 300.0
+def test_trl_has_the_time_of_the_others_or_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    longer = replace(SETTINGS, trl_seconds=300.0)
+    assert seconds_of_trl(SETTINGS) == 100.0 and seconds_of_trl(longer) == 300.0
+    assert "TRL" not in in_words(by_cell(replace(made_up("2", 0, 0.5), settings=longer)))
+    assert "100 s of training a run (TRL: 300 s)" in in_words(by_cell(replace(made_up("trl", 0, 0.5), settings=longer)))
+    run(tmp_path / "cells", longer, [TimedCell("trl", 0)], minutes=7.0)
+    assert "the time is over: 1 cells are left" in capsys.readouterr().err
 
 
 def test_trl_is_scored_by_the_rule_of_the_environment() -> None:
