@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +27,7 @@ from millstream.types import Weights
 
 TENSORS, MANIFEST = "model.safetensors", "millstream.json"
 PIECE = 1 << 24
+PAGE = 4096
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -73,8 +76,16 @@ def read_weights(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
 
 
 def _digest(path: Path) -> str:
+    """At the speed of memory. It detects faults (a flipped bit, a page that is missing or in another place), not attacks."""
     found = blake2b(digest_size=16)
     with path.open("rb") as file:
         while piece := file.read(PIECE):
-            found.update(piece)
+            found.update(_page_sums(piece))
     return found.hexdigest()
+
+
+def _page_sums(piece: bytes) -> bytes:
+    """The sum of the 8-byte words of each page modulo 2^64, the last page filled up with zeros."""
+    whole = piece + bytes(-len(piece) % PAGE)
+    sums: NDArray[np.uint64] = np.frombuffer(whole, np.uint64).reshape(-1, PAGE // 8).sum(axis=1)
+    return sums.tobytes()
