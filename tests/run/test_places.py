@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from millstream.cli.main import app
@@ -28,6 +29,7 @@ from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
 from millstream.model.load import load_model, model_weights, save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.run import build, check
 from millstream.run.backend import BackendContext, LocalBackend
 from millstream.run.build import gpu_share, has_learner_process
 from millstream.run.check import check_combinations
@@ -44,6 +46,7 @@ from millstream.run.places import (
     place,
     placed_bundles,
 )
+from millstream.run.prepare import prepare_run
 from millstream.run.sizes import choose_sizes, shape_from
 from support.tiny import make
 
@@ -261,6 +264,18 @@ def test_a_model_that_fits_no_gpu_is_refused_with_what_to_type(
     shape = shape_from(model, trained=10_000_000 if has_adapters else None)
     with pytest.raises(ConfigError, match=says):
         check_model_fits(place(run(text), there)[0], there, shape)
+
+
+def test_a_model_of_the_hub_is_measured_when_it_is_loaded_and_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = Machine(nodes=((Gpu(name="0", free_bytes=1e4),),))
+    monkeypatch.setattr(build, "find_machine_here", lambda config: small)
+    monkeypatch.setattr(check, "find_shape", lambda config: None)
+    config = replace(run("[engine]\nprocess = true\n[rollout]\nmax_tokens = 8"), run_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"training needs at least .* GB on each GPU of learner\.ranks = 1"):
+        prepare_run(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_that_fits_and_a_machine_that_is_not_known_are_not_refused() -> None:

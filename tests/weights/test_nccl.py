@@ -105,6 +105,26 @@ def test_where_the_first_try_fails_the_next_way_is_used_and_it_is_not_tried_agai
     assert len(said) == 1 and "both ends use GPU GPU-0" in said[0]
 
 
+def test_a_device_without_room_for_a_version_gets_it_and_all_later_ones_by_the_next_way(
+    new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, fetcher = new_publisher(["nccl", "broadcast"]), WeightsFetcher("b", device=CPU)
+    fetch = fetcher._fetches["nccl"]
+    assert isinstance(fetch, NcclFetch)
+
+    def no_room(num_bytes: int, device: torch.device) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with fetcher.take(publisher.put(1, weights(1))) as taken:
+        assert taken.way == "nccl"
+    monkeypatch.setattr(fetch, "_allocate", no_room)
+    for version in (2, 3):
+        with fetcher.take(publisher.put(version, weights(version))) as taken:
+            assert taken.way == "broadcast" and fingerprint(taken.weights) == expected(version)
+    said = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
+    assert len(said) == 1
+
+
 def test_one_that_has_worked_is_tried_again_after_a_failure(new_publisher: NewPublisher) -> None:
     publisher, fetcher = new_publisher(["nccl"]), WeightsFetcher("b", device=CPU)
     fetch = fetcher._fetches["nccl"]

@@ -22,7 +22,7 @@ from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.device import with_places
-from millstream.run.places import Places, check_heads, place
+from millstream.run.places import Places, check_heads, check_model_fits, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
 from millstream.run.sizes import ModelDevice, choose_dtype, choose_sizes, with_recorded, with_sizes
 from millstream.run.text import TokenizerText
@@ -99,7 +99,10 @@ def prepare_run(
     device = with_places(build.measure_device(config), places)
     model, tokenizer = _driver_model(config, device, start)
     check_heads(config.engine, model.config.to_dict())
-    sizes = choose_sizes(config, device, build.measure_shape(model))
+    shape = build.measure_shape(model)
+    if machine is not None:  # a model of the hub has no shape before it is loaded
+        check_model_fits(config, machine, shape)
+    sizes = choose_sizes(config, device, shape)
     config = with_sizes(config, sizes)
     if config.runtime == "local":
         check_engine_device(config.engine, is_gpu=device.is_gpu)

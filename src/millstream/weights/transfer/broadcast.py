@@ -249,7 +249,8 @@ class BroadcastFetch:
 
 
 class NcclFetch(BroadcastFetch):
-    """Receives on the GPU. Where the first try fails, it is not tried again: the next way is used from then on."""
+    """Receives on the GPU, which needs room for the whole model there. Where the first try fails, it is not tried again: the
+    next way is used from then on. So it is where there is no room, also later."""
 
     way: TransferWay = "nccl"
 
@@ -265,6 +266,13 @@ class NcclFetch(BroadcastFetch):
     def fetch(self, ref: WeightsRef) -> FetchedWeights:
         if self._device.type == "cuda":
             self.gpu = gpu_of(torch.cuda.current_device() if self._device.index is None else self._device.index)
+        try:
+            self._free.append(self._allocate(ref.num_bytes, self._device))  # before a sender waits for it in a round
+        except torch.OutOfMemoryError as error:
+            self._is_usable = False
+            raise WeightsUnreachable(
+                f"{self._device} has no room for the {ref.num_bytes / 1e9:.1f} GB of a version"
+            ) from error
         try:
             found = super().fetch(ref)
         except WeightsUnreachable:
