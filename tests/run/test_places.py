@@ -151,7 +151,7 @@ def test_vllm_takes_what_its_gpu_has_left_for_it() -> None:
         ("[resources]\ngpus = 2", 0, "the run has none"),
         ("[learner]\nranks = 4", 2, "learner.ranks = 4, and 2 GPUs can be seen: set learner.ranks = 2"),
         ("[learner]\nranks = 2", 2, "set learner.ranks = 1"),
-        (f"{VLLM}\n[engine.vllm]\ntensor_parallel = 4", 4, "set tensor_parallel = 3"),
+        (f"{VLLM}\n[engine.vllm]\ntensor_parallel = 4", 4, "set engine.vllm.tensor_parallel = 2"),
         (f"{VLLM}\n[engine.vllm]\ntensor_parallel = 2\n[learner]\nranks = 3", 4, "set learner.ranks = 2"),
         ("[engine]\nreplicas = 8", 4, "GPUs for 3 .*set engine.replicas = 3, or let 3 share a GPU.*engine.cache_gb"),
         (f"{VLLM}\nreplicas = 6", 4, "engine.vllm.memory = 0.45"),

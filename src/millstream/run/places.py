@@ -150,7 +150,9 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
         return structs.replace(config, engine=_with(engine, engine.num_replicas, SHARED_MEMORY)), Places(ranks=learner)
     each = engine.gpus_each
     if each > len(rest):
-        fewer = f"learner.ranks = {len(gpus) - each}" if each < len(gpus) else f"tensor_parallel = {max(1, len(rest))}"
+        parallel = 1 << (max(1, len(rest)).bit_length() - 1)  # heads are mostly divided by powers of two
+        is_room = each < len(gpus)
+        fewer = f"learner.ranks = {len(gpus) - each}" if is_room else f"engine.vllm.tensor_parallel = {parallel}"
         raise ConfigError(
             f"{_count(len(gpus), 'GPU')} can be seen, learner.ranks = {ranks} of them train, and an engine needs {each}: set "
             f"{fewer}, or use fewer GPUs of the machine for the learner"
