@@ -297,6 +297,8 @@ def test_engines_on_gpus_of_their_own_get_all_of_their_memory_and_the_learner_al
     assert apart.replicas == 7 and shared.replicas == 1
     few = run("[pipeline]\ngroups_per_step = 4\nmax_lag = 1")
     assert gpu_share(few, few.learner) < gpu_share(few, few.learner, is_apart=True) == 1.0
+    more = replace(few, rollout=replace(few.rollout, extra_members=1000))
+    assert gpu_share(more, more.learner) == 1.0, "extra members decode, too"
 
 
 def test_what_is_placed_where_is_one_line() -> None:

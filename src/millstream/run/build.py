@@ -409,7 +409,7 @@ def gpu_share(config: RunConfig, learner: LearnerConfig, *, is_apart: bool = Fal
         return learner.gpu_share
     if config.engine.kind != "torch" or config.engine.process or is_apart:
         return 1.0
-    return training_share(config.pipeline.most_groups * config.rollout.group_size, config.pipeline.max_lag)
+    return training_share(config.pipeline.most_groups * config.rollout.num_members, config.pipeline.max_lag)
 
 
 def store_plan(config: RunConfig, stages: Sequence[Stage]) -> Mapping[str, Reads]:
