@@ -29,6 +29,7 @@ from end_to_end_cells import MODES, Budget, Failed, NotMeasured, Sources, config
 from end_to_end_costs import ON_GPU, SMOKE, free_memory, make_model, measure_costs
 from end_to_end_loads import SMOKE_WORKLOADS, WORKLOADS, Workload, write_prompts
 from end_to_end_report import CellKey, append_record, draw_timeline, read_records, rows_of, table
+from internals_torch import gpu_share
 from millstream import MillstreamError
 from report import Options, publish, say
 
@@ -75,13 +76,14 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
         model = make_model(workload.shape, workload.context, options.folder)
         sources = Sources(model=model, prompts=write_prompts(workload, options.folder))
         with tempfile.TemporaryDirectory() as scratch:
-            is_known = workload.shape in known and known[workload.shape].settings == options.set
+            config = config_of(workload, MODES[mode], sources, Path(scratch) / "costs", settings=options.set)
+            kind = workload.shape, gpu_share(config, config.learner)
+            is_known = kind in known and known[kind].settings == options.set
             if workload.shape in options.costs.split(",") and not is_known:
-                say(f"costs of {workload.shape}")
-                config = config_of(workload, MODES["2"], sources, Path(scratch) / "costs", settings=options.set)
+                say(f"costs of {workload.shape}, where the learner has {kind[1]:.0%} of the GPU")
                 plan = SMOKE if options.smoke else ON_GPU
-                known[workload.shape] = measure_costs(workload.shape, config, model, plan, options.set)
-                append_record(results, known[workload.shape])
+                known[kind] = measure_costs(workload.shape, config, model, plan, options.set)
+                append_record(results, known[kind])
             try:
                 result = run_cell(name, workload, mode, sources, Path(scratch), budget, options.set)
             except (NotMeasured, MillstreamError, torch.OutOfMemoryError) as error:
@@ -116,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--folder", Path("runs/end-to-end"), help="of models, results and the picture")
     parser.add("--seconds", 20.0, smoke=0.0, help="measured of a cell, after its warm-up")
     parser.add("--steps", 2, smoke=2, help="measured of a cell at least")
-    parser.add("--costs", "474M", smoke="tiny", help="shapes whose parts are measured, for the step model; by comma")
+    parser.add("--costs", "474M,1.7B", smoke="tiny", help="shapes whose parts the step model has measured; by comma")
     parser.add("--limit", 150.0, smoke=60.0, help="seconds after which a cell ends with what it has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of every cell")
     parser.add_argument("--keep-runs", action="store_true", help="keep the events of every cell, in FOLDER/CELL")

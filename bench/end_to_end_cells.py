@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from end_to_end_loads import Workload
 from internals import EventSink, Interval, load, merge_intervals, total_length, without_checkpoints
+from internals_torch import gpu_share
 from millstream import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -141,6 +142,8 @@ class Result(Struct, frozen=True, kw_only=True, tag="cell"):
     timeline: Timeline
     seconds: float
     """That the cell took, from its start to the end of its run."""
+    gpu_share: float = 1.0
+    """Of the multiprocessors, that the learner had."""
 
     @property
     def steps_s(self) -> list[float]:
@@ -286,6 +289,7 @@ def run_cell(
         memory_gib=watch.memory_bytes / 2**30,
         preempted=max(preempted, default=0),
         seconds=time.perf_counter() - began,
+        gpu_share=gpu_share(config, config.learner),
         **figures,
     )
 

@@ -24,13 +24,18 @@ from internals_torch import (
     Engine,
     Packer,
     TorchLearner,
+    choose_sizes,
     engine_of,
+    gpu_share,
     load_model,
+    measure_device,
+    measure_shape,
     model_of,
     objective,
     qwen3,
     save_model,
     set_up_cpu,
+    with_sizes,
     word_tokenizer,
 )
 from millstream import RunConfig
@@ -73,6 +78,8 @@ class Point(Struct, frozen=True, kw_only=True):
     context: int
     step_s: float
     beside_s: float | None = None
+    kept: float | None = None
+    """Of the learner's rate alone, while it works beside these rows."""
 
     @property
     def slow(self) -> float:
@@ -86,6 +93,8 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True, tag="costs"):
     costs: Costs
     points: list[Point]
     seconds: float
+    gpu_share: float = 1.0
+    """Of the multiprocessors, that the learner had."""
 
 
 MIN_REPORTS = 8
@@ -125,13 +134,17 @@ SMOKE = Plan(points=((1, 8, False), (4, 8, True), (4, 32, False)), tokens=24, ba
 def measure_costs(
     shape_name: str, config: RunConfig, model_path: Path, plan: Plan, settings: Sequence[str]
 ) -> MeasuredCosts:
-    """Of the engine and the learner that a run with this config has. Frees them before it returns."""
+    """Of the engine and the learner that a run with this config has, with the sizes that it would choose and its share of the
+    GPU. Frees them before it returns."""
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         set_up_cpu()
+    found, share = measure_device(config), gpu_share(config, config.learner)
     model = load_model(str(model_path), device=device, dtype=getattr(torch, config.model.dtype))
-    learner = TorchLearner(model, config.learner, objective(config.algorithm, max_tokens=config.rollout.max_tokens))
+    config = with_sizes(config, choose_sizes(config, found, measure_shape(model)))
+    loss = objective(config.algorithm, max_tokens=config.rollout.max_tokens)
+    learner = TorchLearner(model, config.learner, loss, gpu_share=share)
     engine = engine_of(config.engine, model)
     words = SHAPES[shape_name].words
     costs, points = asyncio.run(_measure(engine, Batches(learner, config, plan, words), plan, words))
@@ -144,6 +157,7 @@ def measure_costs(
         costs=costs,
         points=points,
         seconds=time.perf_counter() - began,
+        gpu_share=share,
     )
 
 
@@ -217,16 +231,17 @@ async def _measure(engine: Engine, batches: Batches, plan: Plan, words: int) -> 
         if found is None:
             say(f"  {rows} rows of {prompt} tokens did not run together for {MIN_REPORTS} steps: left out")
             continue
-        beside = None
+        beside, share = None, None
         if is_also_beside:
             training = asyncio.create_task(batches.train_until_stopped())
             beside = await decode(engine, rows, prompt, plan.tokens, words, seed=number)
-            kept.append(batches.take_rate() / rate)
+            share = batches.take_rate() / rate
+            kept.append(share)
             batches.is_stopping = True
             await training
             batches.take_rate()
         (step_s, context), beside_s = found, None if beside is None else beside[0]
-        point = Point(rows=rows, context=context, step_s=step_s, beside_s=beside_s)
+        point = Point(rows=rows, context=context, step_s=step_s, beside_s=beside_s, kept=share)
         points.append(point)
         also = (
             ""

@@ -48,6 +48,8 @@ class PeerResult(Struct, frozen=True, kw_only=True, tag="peer"):
 
 Record = Result | MeasuredCosts | PeerResult | Failed
 CellKey = tuple[str, str]
+CostsKey = tuple[str, float]
+"""A shape, and the share of the GPU that the learner has."""
 """Workload and mode."""
 
 
@@ -62,7 +64,7 @@ class Measured(Struct, kw_only=True):
 
     cells: dict[CellKey, Result]
     failed: dict[CellKey, str]
-    costs: dict[str, MeasuredCosts]
+    costs: dict[CostsKey, MeasuredCosts]
     peers: list[PeerResult]
 
 
@@ -75,7 +77,7 @@ def read_records(path: Path) -> Measured:
                 found.cells[result.workload, result.mode] = result
                 found.failed.pop((result.workload, result.mode), None)
             case MeasuredCosts() as costs:
-                found.costs[costs.shape] = costs
+                found.costs[costs.shape, costs.gpu_share] = costs
             case PeerResult() as peer:
                 found.peers.append(peer)
             case Failed() as failed:
@@ -148,7 +150,7 @@ BASES = ("barrier", "0")
 def lines_of(found: Measured, workloads: dict[str, Workload]) -> list[Line]:
     models: dict[CellKey, Modelled | None] = {}
     for key, result in found.cells.items():
-        costs = found.costs.get(workloads[key[0]].shape)
+        costs = found.costs.get((workloads[key[0]].shape, result.gpu_share))
         models[key] = None if costs is None else modelled(result, workloads[key[0]], costs.costs)
     lines = []
     for (name, mode), result in found.cells.items():
@@ -238,14 +240,16 @@ def _ratio(ratio: tuple[float, float | None] | None) -> str:
 def _cost_lines(measured: MeasuredCosts) -> Iterator[str]:
     costs = measured.costs
     yield (
-        f"Costs of {measured.shape} on {measured.device}: a decode step takes {1e3 * costs.floor_s:.2f} ms and "
-        f"{1e9 * costs.slope_s:.1f} ns for each token of context, {costs.slow:.2f}x as long beside the learner; the learner "
-        f"trains {costs.rate:,.0f} tokens/s, and keeps {costs.keep:.2f} of it beside decoding."
+        f"Costs of {measured.shape} on {measured.device}, the learner on {measured.gpu_share:.0%} of it: a decode step takes "
+        f"{1e3 * costs.floor_s:.2f} ms and {1e9 * costs.slope_s:.1f} ns for each token of context, {costs.slow:.2f}x as long "
+        f"beside the learner; the learner trains {costs.rate:,.0f} tokens/s, and keeps {costs.keep:.2f} of it beside decoding."
     )
     for point in measured.points:
         beside = ""
         if point.beside_s is not None:
             beside = f", {1e3 * point.beside_s:.2f} ms beside the learner ({point.slow:.2f}x)"
+        if point.kept is not None:
+            beside += f", which keeps {point.kept:.2f} of its rate"
         yield f"- {point.rows} rows of {point.context} tokens: {1e3 * point.step_s:.2f} ms{beside}"
 
 
@@ -274,8 +278,9 @@ def rows_of(found: Measured, workloads: dict[str, Workload], wanted: Sequence[Ce
     rows: list[Row] = []
     for line in lines_of(found, workloads):
         rows += _cell_rows(line, found)
-    for shape, measured in found.costs.items():
+    for (name, share), measured in found.costs.items():
         costs = measured.costs
+        shape = name if share == 1 else f"{name}, the learner on {share:.0%}"
         rows += [
             alone(shape, "decode step: floor, ms", 1e3 * costs.floor_s),
             alone(shape, "decode step: ns a token of context", 1e9 * costs.slope_s),

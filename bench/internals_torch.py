@@ -71,7 +71,15 @@ from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.rpc.process import LocalLauncher
 from millstream.rpc.serve import serve_calls
-from millstream.run.build import build_engine, build_environment, build_model, build_sampling
+from millstream.run.build import (
+    build_engine,
+    build_environment,
+    build_model,
+    build_sampling,
+    gpu_share,
+    measure_device,
+    measure_shape,
+)
 from millstream.run.check import check_config
 from millstream.run.check_prompts import tokenizer_of
 from millstream.run.checkpoint import Checkpoints
@@ -80,6 +88,7 @@ from millstream.run.evaluate import Evaluator, new_waits
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.rollout_worker import plan_workers
 from millstream.run.serve_training import base_of
+from millstream.run.sizes import choose_sizes, with_sizes
 from millstream.run.text import TokenizerText
 from millstream.serve.training.data import DataLimits, read_pass, row_of
 from millstream.serve.training.losses import loss_named

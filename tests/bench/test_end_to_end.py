@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+import end_to_end_costs
 from end_to_end import REQUIRED, cells, chosen
 from end_to_end_cells import (
     MODES,
@@ -22,10 +25,13 @@ from end_to_end_cells import (
     measured,
     run_cell,
 )
-from end_to_end_costs import MeasuredCosts, Point, fitted, make_model
+from end_to_end_costs import MeasuredCosts, Point, fitted, make_model, measure_costs
 from end_to_end_loads import SMOKE_WORKLOADS, WORKLOADS, write_prompts
 from end_to_end_report import PeerResult, append_record, draw_timeline, read_records, rows_of, table
+from millstream import RunConfig
 from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, Span, Stepped
+from millstream.learner.torch import TorchLearner
+from millstream.run.sizes import ModelDevice, ModelShape, Sizes, choose_sizes
 from millstream.types import Finish
 from step_model import Costs, Load, simulate
 
@@ -61,6 +67,31 @@ def test_a_lag_hides_training_behind_generation() -> None:
     alone, beside = (simulate(load, FLAT, max_lag=lag, steps=4) for lag in (0, 1))
     assert alone[-1].at - alone[0].at == pytest.approx(3 * (1.0 + 2.0 + 0.5), abs=0.02)
     assert beside[-1].at - beside[0].at == pytest.approx(3 * (2.0 + 0.5), abs=0.02)
+
+
+def test_costs_are_those_of_a_learner_with_the_share_and_the_passes_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[float, int]] = []
+
+    class Seen(TorchLearner):
+        def __init__(self, model: Any, config: Any, objective: Any, *, gpu_share: float) -> None:
+            seen.append((gpu_share, config.pass_tokens))
+            super().__init__(model, config, objective, gpu_share=gpu_share)
+
+    def small(config: RunConfig, device: ModelDevice, shape: ModelShape | None) -> Sizes:
+        return replace(choose_sizes(config, device, shape), micro_batch_tokens=96)
+
+    monkeypatch.setattr(end_to_end_costs, "TorchLearner", Seen)
+    monkeypatch.setattr(end_to_end_costs, "choose_sizes", small)
+    monkeypatch.setattr(end_to_end_costs, "gpu_share", lambda *_: 0.61)
+    workload = SMOKE_WORKLOADS["tiny-geometric-4"]
+    model = make_model(workload.shape, workload.context, tmp_path)
+    sources = Sources(model=model, prompts=write_prompts(workload, tmp_path))
+    config = config_of(workload, MODES["2"], sources, tmp_path / "run")
+    found = measure_costs(workload.shape, config, model, end_to_end_costs.SMOKE, [])
+    assert seen == [(0.61, 96)] and found.gpu_share == 0.61
+    assert all((point.kept is None) == (point.beside_s is None) for point in found.points)
 
 
 # ---- costs ---------------------------------------------------------------------------------------------------------------
