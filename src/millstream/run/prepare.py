@@ -22,9 +22,9 @@ from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.device import with_places
-from millstream.run.places import Places, check_heads, check_model_fits, place
+from millstream.run.places import Machine, Places, check_heads, check_model_fits, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
-from millstream.run.sizes import ModelDevice, choose_dtype, choose_sizes, with_recorded, with_sizes
+from millstream.run.sizes import ModelDevice, ModelShape, choose_dtype, choose_sizes, with_recorded, with_sizes
 from millstream.run.text import TokenizerText
 from millstream.types import Sampling, Task
 
@@ -98,11 +98,7 @@ def prepare_run(
     config, places = place(with_recorded(config, recorded), machine)
     device = with_places(build.measure_device(config), places)
     model, tokenizer = _driver_model(config, device, start)
-    check_heads(config.engine, model.config.to_dict())
-    shape = build.measure_shape(model)
-    if machine is not None:  # a model of the hub has no shape before it is loaded
-        check_model_fits(config, machine, shape)
-    sizes = choose_sizes(config, device, shape)
+    sizes = choose_sizes(config, device, _checked_shape(config, model, machine))
     config = with_sizes(config, sizes)
     if config.runtime == "local":
         check_engine_device(config.engine, is_gpu=device.is_gpu)
@@ -143,6 +139,15 @@ def _with_passed(config: RunConfig, reward: PassedRewards | None, data_passed: P
     if data_passed is not None:
         config = structs.replace(config, data=structs.replace(config.data, passed=True))
     return config
+
+
+def _checked_shape(config: RunConfig, model: PreTrainedModel, machine: Machine | None) -> ModelShape | None:
+    """Raises `ConfigError` for a model that the machine has no room for. One of the hub has no shape before it is loaded."""
+    check_heads(config.engine, model.config.to_dict())
+    shape = build.measure_shape(model)
+    if machine is not None:
+        check_model_fits(config, machine, shape)
+    return shape
 
 
 def _driver_model(
