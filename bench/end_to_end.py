@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--folder", Path("runs/end-to-end"), help="of models, results and the picture")
     parser.add("--seconds", 20.0, smoke=0.0, help="measured of a cell, after its warm-up")
     parser.add("--steps", 2, smoke=2, help="measured of a cell at least")
-    parser.add("--costs", "474M,1.7B", smoke="tiny", help="shapes whose parts the step model has measured; by comma")
+    parser.add("--costs", "474M,1.7B", smoke="tiny", help="shapes whose costs are measured, by comma")
     parser.add("--limit", 150.0, smoke=60.0, help="seconds after which a cell ends with what it has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of every cell")
     parser.add_argument("--keep-runs", action="store_true", help="keep the events of every cell, in FOLDER/CELL")

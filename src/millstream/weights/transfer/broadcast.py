@@ -249,8 +249,8 @@ class BroadcastFetch:
 
 
 class NcclFetch(BroadcastFetch):
-    """Receives on the GPU, which needs room for the whole model there. Where the first try fails, it is not tried again: the
-    next way is used from then on. So it is where there is no room, also later."""
+    """Receives on the GPU, which needs room for a second copy of the model there. After a first try that fails, and whenever
+    the GPU is out of memory, it is not tried again: the next transport is used from then on."""
 
     way: TransferWay = "nccl"
 
@@ -271,7 +271,8 @@ class NcclFetch(BroadcastFetch):
         except torch.OutOfMemoryError as error:
             self._is_usable = False
             raise WeightsUnreachable(
-                f"{self._device} has no room for the {ref.num_bytes / 1e9:.1f} GB of a version"
+                f"{self._device} has no room for the {ref.num_bytes / 1e9:.1f} GB of a version: "
+                'have "broadcast" in resources.weights, which receives in host memory'
             ) from error
         try:
             found = super().fetch(ref)
