@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import io
 import json
 import re
@@ -92,7 +93,19 @@ def read_tree(source: Path, tests: Path | None = None) -> Tree:
 def _read_modules(root: Path) -> Iterator[Module]:
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
-        yield Module(path.relative_to(root).as_posix(), text.count("\n"), ast.parse(text))
+        yield Module(path.relative_to(root).as_posix(), text.count("\n"), parsed(text))
+
+
+def parsed(text: str) -> ast.Module:
+    """Without garbage collection: if a finalizer parses something in the middle of this (a traceback does), Python before
+    3.11.8 loses count of its depth and raises SystemError (python/cpython#106905)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ import pytest
 from msgspec import structs
 
 import millstream.audit
+from house import parsed
 from millstream.audit import COUNTS, RULES, AuditReport, audit, report_lines
 from millstream.audit.checkpoints import CheckpointFolder
 from millstream.audit.settings_rules import ROLLOUTS, SCHEDULE, WHILE_TRAINING
@@ -584,7 +585,7 @@ def test_findings_are_bounded(tmp_path: Path) -> None:
 def test_the_audit_imports_nothing_but_the_standard_library() -> None:
     """It cannot share a mistake with what it audits."""
     for path in Path(millstream.audit.__file__).parent.glob("*.py"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path.read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         others = {name for name in imported if not name.startswith("millstream.audit.")}

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import millstream
+from house import parsed
 from millstream.cli.main import app
 from millstream.engine import EngineConfig
 from millstream.engine.native.process import build_batcher, engine_setup
@@ -153,7 +154,7 @@ def test_every_call_that_could_run_code_says_whether_it_may() -> None:
     calls = [
         (path, node)
         for path in Path(millstream.__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("from_pretrained", "from_config", "load_dataset")

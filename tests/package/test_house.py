@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Iterable
 
@@ -54,7 +55,7 @@ def test_no_file_is_longer_than_the_limit(tree: house.Tree) -> None:
 def test_the_path_of_a_group_can_be_read_in_one_sitting() -> None:
     """`Pipeline` has the loops and nothing else: what builds, captures or decides is in files of its own."""
     text = (house.SOURCE / "pipeline/pipeline.py").read_text()
-    pipeline = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    pipeline = next(node for node in house.parsed(text).body if isinstance(node, ast.ClassDef))
     methods = [node for node in pipeline.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     attributes = set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", text))
     assert len(text.splitlines()) <= 400 and len(methods) <= 25 and len(attributes) <= 20, sorted(attributes)
@@ -72,3 +73,18 @@ def test_no_test_imports_from_a_test(tree: house.Tree) -> None:
 def test_the_calls_to_a_decode_step_and_to_an_optimizer_step_are_those_that_are_counted(tree: house.Tree) -> None:
     _, broken = house.call_depths(tree, house.layout_of(house.SOURCE))
     assert not broken, listed("bench/house_paths.py does not fit the code:", broken)
+
+
+def test_a_finalizer_that_parses_does_not_disturb_the_parser() -> None:
+    def parse_more(phase: str, info: dict[str, int]) -> None:
+        ast.parse("1")
+
+    gc.callbacks.append(parse_more)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        house.parsed((house.SOURCE / "run/check.py").read_text())
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(parse_more)
+    assert gc.isenabled()

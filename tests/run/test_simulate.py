@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import millstream
+from house import parsed
 from millstream.audit import audit
 from millstream.cli import main
 from millstream.config import load
@@ -78,7 +79,7 @@ def step_s(*changes: str) -> float:
 
 def test_the_simulator_has_the_production_modules_and_no_copies() -> None:
     """Its parts are the classes that a real run has, and what it defines itself is no pipeline, router, store or rule."""
-    tree = ast.parse(Path(str(module.__file__)).read_text())
+    tree = parsed(Path(str(module.__file__)).read_text())
     imported = {
         name.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
     }
@@ -92,7 +93,7 @@ def test_the_simulator_has_the_production_modules_and_no_copies() -> None:
         "_SimRun",
     ]
     for path in (Path(str(millstream.__file__)).parent / "sim").glob("*.py"):
-        found = ast.walk(ast.parse(path.read_text()))
+        found = ast.walk(parsed(path.read_text()))
         names = [node.module or "" for node in found if isinstance(node, ast.ImportFrom)]
         assert not [name for name in names if name.startswith(("millstream.pipeline", "millstream.serving"))], path
 
