@@ -22,9 +22,12 @@ import torch
 from msgspec import structs
 from transformers import DynamicCache
 
+from millstream.clock import RealClock
 from millstream.engine import Engine
-from millstream.errors import EngineError, RequestRefused
+from millstream.engine.native.lines import LineEngine
+from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events import Span
+from millstream.events.sinks import MemorySink
 from millstream.testing.engine import EngineSuite
 from millstream.types import Completion, Finish, Sampling
 from support.tiny import SHAPE, VOCABULARY, plain, prompts, request
@@ -323,6 +326,44 @@ def are_gone(pids: list[int], seconds: float = 60) -> bool:
     return True
 
 
+def test_requests_on_lines_get_their_own_answers_and_a_line_hears_of_new_weights(started: Started) -> None:
+    async def program() -> None:
+        changed = asyncio.Event()
+        lines = [await open_line(started, changed) for _ in range(2)]
+        engines: list[Engine] = [started.engine, *lines]
+        keys = [request(n, (4, 5, 6 + n % 3), max_tokens=4, temperature=0.0) for n in range(12)]
+        found = await asyncio.gather(*(engines[n % 3].generate(one) for n, one in enumerate(keys)))
+        twin = twin_of(0)
+        for one, completion in zip(keys, found, strict=True):
+            expected = teacher_forced(twin, one.tokens, completion.tokens)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=CLOSE, rtol=0)
+        with pytest.raises(RequestRefused, match="vocabulary"):
+            await lines[0].generate(request(90, (VOCABULARY + 5,)))
+        changed.clear()
+        version = await started.load(1)
+        while any(line.version != version for line in lines):
+            await changed.wait()
+            changed.clear()
+        assert set((await lines[0].generate(keys[0])).versions) == {version}
+        lost = [asyncio.ensure_future(lines[0].generate(long(n))) for n in range(3)]
+        mine = asyncio.ensure_future(started.engine.generate(long(3)))
+        await some_tokens(started, 5)
+        await lines[0].close()
+        assert all(isinstance(one, EngineGone) for one in await asyncio.gather(*lost, return_exceptions=True))
+        assert (await lines[1].generate(request(91, (4, 5), max_tokens=2))).tokens
+        await started.engine.abort(long(3).key)
+        assert (await mine).finish is Finish.ABORT
+        assert started.engine.stats().running == 0, "requests of the line that was closed have ended"
+        await lines[1].close()
+
+    run(program())
+
+
+async def open_line(started: Started, changed: asyncio.Event) -> LineEngine:
+    address = await started.engine.line()
+    return LineEngine("line", 4, address, changed.set, lambda engine, error: None, clock=RealClock(), sink=MemorySink())
+
+
 def test_a_killed_core_is_an_error_for_everybody_who_waits_and_everybody_who_comes_later(started: Started) -> None:
     """The engine with files. That with shared memory is closed instead: what is in flight then ends as aborted."""
     children = descendants(os.getpid())
@@ -390,7 +431,8 @@ asyncio.run(program())
     assert are_gone(below), [name_of(pid) for pid in below]
 
 
-def test_a_run_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path, workers: int) -> None:
     from support.runs import assert_clean, command, step_rows
 
     changes = {
@@ -405,6 +447,7 @@ def test_a_run_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path) -> None:
         "pipeline.steps": 4,
         "pipeline.max_lag": 1,
         "data.holdout": 4,
+        "rollout.workers": workers,
     }
     done = subprocess.run(command(tmp_path / "run", changes), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

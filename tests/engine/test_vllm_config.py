@@ -59,6 +59,7 @@ def setup(*, is_cpu: bool = True, **vllm: object) -> VllmSetup:
         slots=6000,
         prefill_tokens=4096,
         max_length=256,
+        num_words=32,
         dtype="float32",
         is_cpu=is_cpu,
         vllm=VllmConfig(**vllm),  # type: ignore[arg-type]

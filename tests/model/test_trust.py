@@ -145,7 +145,15 @@ def test_a_pickle_beside_safetensors_is_ignored(checkpoint: Path) -> None:
 
 
 def test_vllm_is_told_not_to_trust() -> None:
-    fields = {"files": {}, "first": None, "slots": 1, "prefill_tokens": 1, "max_length": 8, "dtype": "float32"}
+    fields = {
+        "files": {},
+        "first": None,
+        "slots": 1,
+        "prefill_tokens": 1,
+        "max_length": 8,
+        "num_words": 4,
+        "dtype": "float32",
+    }
     setup = VllmSetup(**fields, is_cpu=True, vllm=VllmConfig())  # type: ignore[arg-type]
     assert engine_arguments(setup, Path("f"))["trust_remote_code"] is False
 

@@ -24,7 +24,7 @@ from millstream.events.sinks import read_events
 from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.worker_host import HostSetup
 from millstream.run.check import check_combinations
-from millstream.run.config import RunConfig
+from millstream.run.config import RunConfig, uses_lines
 from millstream.run.rollout_worker import RolloutWorkerSetup, build_environments, wait_until_blocked
 from millstream.store.coordinator import StorePlan
 from millstream.types import RequestKey, Sampling, Task
@@ -183,3 +183,23 @@ def test_what_workers_cannot_do_is_refused_with_what_to_type(
 def test_a_reward_that_was_passed_from_python_is_refused() -> None:
     with pytest.raises(ConfigError, match="was passed to train, which no other process has"):
         train(load(ROOT / "recipes/demo.toml", RunConfig, ["rollout.workers=1"]), reward=lambda task, said: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "max_lag", "is_used"), [("torch", 1, True), ("vllm", 1, True), ("vllm", 0, False), ("http", 1, False)]
+)
+def test_workers_send_requests_themselves_to_engines_of_the_run_and_never_in_lockstep(
+    engine: str, max_lag: int, is_used: bool
+) -> None:
+    http = {"http": {"urls": ["http://localhost:1"], "folder": "weights"}} if engine == "http" else {}
+    config = convert(
+        {
+            "model": {"path": "nowhere"},
+            "engine": {"kind": engine, **http},
+            "pipeline": {"max_lag": max_lag},
+            "rollout": {"workers": 2},
+        },
+        RunConfig,
+        where="a config",
+    )
+    assert uses_lines(config) is is_used

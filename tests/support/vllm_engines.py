@@ -10,11 +10,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig, OnUpdate
 from millstream.engine.native.engine import TorchEngine
+from millstream.engine.processes import EngineSupply, LocalWeights, process_engine
 from millstream.engine.vllm.config import VllmConfig
 from millstream.events.sinks import MemorySink
 from millstream.model.load import new_model, set_up_cpu
 from millstream.model.tiny import character_tokenizer
-from millstream.run.build import build_engine
+from millstream.rpc.process import LocalLauncher
 from support.tiny import SHAPE, VOCABULARY
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +31,7 @@ def model(seed: int = 0, *, ties: bool = True) -> PreTrainedModel:
 
 
 class Started:
-    """An engine, and how to give it other weights."""
+    """An engine that takes requests of other processes, too, and how to give it other weights."""
 
     def __init__(self, kind: Literal["shared", "file"]) -> None:
         self.kind = kind
@@ -46,8 +47,18 @@ class Started:
         config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, on_update=on_update, vllm=vllm)
         # so few tokens of prompts at a time that what is computed again after a swap takes several steps
         self.tokenizer = character_tokenizer("".join(map(chr, range(33, 33 + VOCABULARY - 3))))
-        self.engine: TorchEngine = build_engine(
-            config, model().to(DEVICE), clock=RealClock(), sink=self.sink, tokenizer=self.tokenizer
+        begin = model().to(DEVICE)
+        staged = LocalWeights(config, begin)
+        supply = EngineSupply(LocalLauncher(), staged.first, staged.publish, DEVICE, has_lines=True)
+        self.engine: TorchEngine = process_engine(
+            config,
+            begin,
+            self.tokenizer,
+            supply,
+            clock=RealClock(),
+            sink=self.sink,
+            name="engine",
+            on_close=staged.close,
         )
 
     async def load(self, seed: int) -> int:

@@ -43,7 +43,7 @@ class EngineSupply(NamedTuple):
     first: Callable[[], WeightsRef]  # the weights to begin with: the whole model
     publish: Publish  # makes weights of this process available to an engine's process
     device: str  # "cuda", which is what the launcher lets the process see, or "cpu"
-    has_lines: bool = False  # whether our own engines take requests of rollout workers
+    has_lines: bool = False  # whether they take requests of rollout workers
 
 
 def process_engine(
@@ -62,7 +62,8 @@ def process_engine(
     is_vllm = config.kind == "vllm"
     setup: Any
     if is_vllm:
-        setup = vllm_setup(model, config, tokenizer, is_cpu=supply.device == "cpu", first=supply.first())
+        is_cpu, first = supply.device == "cpu", supply.first()
+        setup = vllm_setup(model, config, tokenizer, is_cpu=is_cpu, first=first, has_lines=supply.has_lines)
     else:
         setup = engine_setup(
             model, config, tokenizer, device=supply.device, first=supply.first(), has_lines=supply.has_lines
@@ -83,7 +84,6 @@ def process_engine(
         sink=sink,
         answer_s=config.answer_s,
         name=name,
-        num_words=int(model.get_input_embeddings().num_embeddings) if is_vllm else None,
     )
 
 

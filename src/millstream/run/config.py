@@ -344,9 +344,10 @@ def scheduled_engine(config: RunConfig) -> EngineConfig:
 
 
 def uses_lines(config: RunConfig) -> bool:
-    """Whether rollout workers send requests to engines themselves, if those are processes of ours. Not in lockstep: requests
-    then reach engines in the order of their keys, which the driver alone can keep."""
-    return bool(config.rollout.workers) and config.engine.kind == "torch" and not config.pipeline.is_in_lockstep
+    """Whether rollout workers send requests to engines themselves, if those are processes of ours or vLLM's. Not in lockstep:
+    requests then reach engines in the order of their keys, which the driver alone can keep."""
+    has_processes = config.engine.kind in ("torch", "vllm")
+    return bool(config.rollout.workers) and has_processes and not config.pipeline.is_in_lockstep
 
 
 def server_token(config: HttpConfig) -> str | None:

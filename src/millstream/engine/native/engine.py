@@ -57,11 +57,8 @@ class TorchEngine:
         sink: EventSink,
         answer_s: float = 300.0,
         name: str = "engine",
-        num_words: int | None = None,
     ) -> None:
-        """`num_words`: ids that the model has an embedding for, where the worker does not refuse others itself."""
         self.name = name
-        self._num_words = num_words
         self.slots = slots
         self._answer_s = answer_s
         self._num_reports = 0
@@ -91,8 +88,7 @@ class TorchEngine:
         return self._version
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        words = self._num_words
-        check_request(request, self._max_length, num_words=words, num_adapters=None, checks_tokens=words is not None)
+        check_request(request, self._max_length, num_adapters=None, checks_tokens=False)
         waiter = _Waiter[Completion](on_sampled)
         with self._lock:
             if request.key in self._requests:

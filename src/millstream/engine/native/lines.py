@@ -3,9 +3,9 @@
     driver            add, abort, pause, resume, load ──▶  engine's process  ◀── add, abort   rollout worker (`LineHost`)
                       ◀── reports of its own requests            reports of its requests, and the version ──▶
 
-`LinkHub` is the engine's side. Commands of all connections are executed between two decode steps, in the order in which they
-are read. A report goes to the connection whose request it is about. A line that closes aborts its requests; when the engine
-closes, its lines do, and their requests continue on other engines.
+`LinkHub` is the engine's side, of our own engine and of vLLM's. Commands of all connections are executed between two decode
+steps, in the order in which they are read. A report goes to the connection whose request it is about. A line that closes aborts
+its requests; when the engine closes, its lines do, and their requests continue on other engines.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Line:
 
 
 class LinkHub:
-    """The lines of an engine's process. Used by the thread of the decode loop."""
+    """The lines of an engine's process. Commands may be read on another thread than that which reports."""
 
     def __init__(self) -> None:
         self._server = socket.create_server((own_host(), 0), backlog=64)
@@ -70,6 +70,7 @@ class LinkHub:
         self._orders: dict[int, tuple[_Line, int]] = {}
         self._numbers = itertools.count(FIRST_NUMBER)
         self._last = WorkerReport([], [])
+        self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
         threading.Thread(target=self._accept, name="lines", daemon=True).start()
@@ -105,13 +106,15 @@ class LinkHub:
         self._poll.register(driver, select.POLLIN)
         commands: list[Command] = []
         is_driver = False
-        for descriptor, _ in self._poll.poll(None if block else 0):
-            if descriptor == driver.fileno():
-                is_driver = True
-            elif descriptor == self._woken.fileno():
-                self._add_lines()
-            else:
-                commands += self._read(self._lines[descriptor])
+        ready = self._poll.poll(None if block else 0)
+        with self._lock:
+            for descriptor, _ in ready:
+                if descriptor == driver.fileno():
+                    is_driver = True
+                elif descriptor == self._woken.fileno():
+                    self._add_lines()
+                else:
+                    commands += self._read(self._lines[descriptor])
         return is_driver, commands
 
     def _add_lines(self) -> None:
@@ -161,6 +164,10 @@ class LinkHub:
 
     def split(self, report: WorkerReport) -> WorkerReport:
         """Send to each line what is its own. Returns what is the driver's."""
+        with self._lock:
+            return self._split(report)
+
+    def _split(self, report: WorkerReport) -> WorkerReport:
         self._last = report
         of: dict[_Line, WorkerReport] = {}
 
@@ -213,8 +220,9 @@ class LinkHub:
     def close(self) -> None:
         """Before the engine ends its requests: those of lines continue elsewhere."""
         self._server.close()
-        for line in list(self._lines.values()):
-            self._close(line)
+        with self._lock:
+            for line in list(self._lines.values()):
+                self._close(line)
 
 
 class LineHost:

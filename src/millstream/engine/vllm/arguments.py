@@ -26,10 +26,12 @@ class VllmSetup(Struct, frozen=True, kw_only=True):
     slots: int
     prefill_tokens: int
     max_length: int | None
+    num_words: int  # that the model has an embedding for: vLLM does not refuse others
     dtype: str
     is_cpu: bool
     on_update: OnUpdate = "keep"
     vllm: VllmConfig
+    has_lines: bool = False  # whether it takes requests of rollout workers
 
     @property
     def is_eager(self) -> bool:

@@ -35,6 +35,7 @@ def vllm_setup(
     *,
     is_cpu: bool,
     first: WeightsRef,
+    has_lines: bool = False,
 ) -> VllmSetup:
     vllm = config.vllm or VllmConfig()
     own = copy.deepcopy(model.config)
@@ -47,8 +48,10 @@ def vllm_setup(
         slots=config.num_slots,
         prefill_tokens=config.prefill_tokens,
         max_length=min(limits, default=None),
+        num_words=int(model.get_input_embeddings().num_embeddings),
         dtype=vllm.dtype or str(model.dtype).removeprefix("torch."),
         is_cpu=is_cpu,
         on_update=config.on_update,
         vllm=vllm,
+        has_lines=has_lines,
     )

@@ -38,9 +38,9 @@ from millstream.engine.base import SPAN_S
 from millstream.engine.native.process import ChannelLink
 from millstream.engine.native.strings import DecodeTokens, ends_with_one
 from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Resume, WorkerReport, WorkerSpan
-from millstream.engine.request import PartialCompletion
+from millstream.engine.request import PartialCompletion, check_request
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, sampling_parameters, set_environment
-from millstream.errors import EngineError
+from millstream.errors import EngineError, RequestRefused
 from millstream.model.load import decoder_of, load_tokenizer
 from millstream.model.spec import has_own_code
 from millstream.rpc.call import ErrorInfo, error_from
@@ -57,13 +57,15 @@ def serve_vllm(connection: socket.socket) -> None:
     link = ChannelLink(connection)
     setup = link.first(VllmSetup)
     if setup is not None:
-        asyncio.run(_serve(link, VllmWorker(setup, link.send)))
+        asyncio.run(_serve(link, VllmWorker(setup, link.send), has_lines=setup.has_lines))
         link.drain()
 
 
-async def _serve(link: ChannelLink, worker: VllmWorker) -> None:
+async def _serve(link: ChannelLink, worker: VllmWorker, *, has_lines: bool) -> None:
     try:
         await worker.start()
+        if has_lines:
+            link.open_lines()
     except Exception as error:  # process boundary: the engine gets the reason
         link.refuse(error)
         return
@@ -186,6 +188,7 @@ class VllmWorker:
     async def run(self, commands: asyncio.Queue[Command]) -> None:
         """Until `Close`. If it breaks, the last report has the reason."""
         try:
+            self._send()  # the version, and where it takes requests
             async with asyncio.TaskGroup() as self._group:
                 watching = self._group.create_task(self._watch())
                 while not isinstance(command := await commands.get(), Close):
@@ -276,11 +279,17 @@ class VllmWorker:
 
     async def _add(self, command: Add) -> None:
         request = command.request
+        if any(key == request.key for key, *_ in (*self._report.finished, *self._report.refused)):
+            self._send()  # the end of its last request is reported before the start of the new one
         if request.sampling.stop_strings and self._decode is None:
             self._refuse(request, "stop strings need a tokenizer, and this engine was built without one")
             return
         try:
+            check_request(request, self._setup.max_length, num_words=self._setup.num_words, num_adapters=None)
             outputs = await self._queue(request)
+        except RequestRefused as error:
+            self._refuse(request, str(error))
+            return
         except _refusals() as error:
             self._refuse(request, f"vLLM refuses it: {error}")
             return
@@ -423,6 +432,7 @@ class VllmWorker:
         self._report = WorkerReport([], [])
         self._is_due = False
         in_flight = len(self._requests)
+        report.version = self._version
         report.running = min(self._running, in_flight)
         report.waiting = in_flight - report.running
         report.cache_used = self._cache_used if in_flight else 0.0
