@@ -4,10 +4,8 @@ they resume."""
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from millstream.clock import RealClock
 from millstream.config import load
 from millstream.engine import EngineConfig
 from millstream.errors import LearnerError, MillstreamError, ModelError, Stopped
-from millstream.events import Event, GroupTaken, Span, Stepped
+from millstream.events import GroupTaken, Span, Stepped
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner import CriticConfig
 from millstream.learner.critic import TorchCritic
@@ -48,6 +46,7 @@ from millstream.weights.local import LocalChannel
 from support.delayed import LEARNER, SAMPLING, DelayedReward, tasks
 from support.runs import assert_clean, step_rows
 from support.stage_runs import CONFIG, config
+from support.stop_at import StopAt
 from support.tiny import make
 
 SHAPE = TinyShape(hidden=32, layers=1, heads=2, context=64)
@@ -325,19 +324,6 @@ def test_at_max_lag_zero_ppo_with_a_critic_and_a_kl_gives_the_same_bits_whatever
 
 
 # ---- resume ------------------------------------------------------------------------------------------------------------
-
-
-class StopAt:
-    """A sink that asks the run to stop, as somebody at the keyboard would."""
-
-    def __init__(self, version: int) -> None:
-        self._version = version
-
-    def emit(self, event: Event) -> None:
-        if isinstance(event, Stepped) and event.version == self._version:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def close(self) -> None: ...
 
 
 def test_a_run_with_a_critic_and_a_reference_goes_on_from_an_older_checkpoint_with_the_same_bits(

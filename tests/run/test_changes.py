@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import get_args
@@ -21,7 +20,7 @@ from millstream import RunConfig, resume, train
 from millstream.cli.main import app
 from millstream.config import _paths, load
 from millstream.errors import ConfigError, MillstreamError, OutputError, Stopped
-from millstream.events import ConfigWritten, Event, GroupTaken, Resumed, RunBranched, SettingChanged, Stepped
+from millstream.events import ConfigWritten, GroupTaken, Resumed, RunBranched, SettingChanged, Stepped
 from millstream.events.rollouts.reader import RolloutDump
 from millstream.events.sinks import read_events, read_history
 from millstream.learner.state import read_state
@@ -34,6 +33,7 @@ from support.commands import start_command
 from support.ports import free_port
 from support.runs import SETTINGS, assert_clean, command, kill_at, recipe_in, resume_command, steps_of, until
 from support.runs import resume as resume_in_process
+from support.stop_at import StopAt
 
 STEPS = 8
 SMALL = {
@@ -108,17 +108,6 @@ BY_STOP = [
 TOGETHER = [
     one for name, changes in CHANGES.items() if name not in (*BY_STOP, "cache", "dtype", "overdue") for one in changes
 ]
-
-
-class StopAt:
-    """Stops the run after this step, as Ctrl-C does."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def emit(self, event: Event) -> None:
-        if isinstance(event, Stepped) and event.version == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def config_of(run_dir: Path, **more: object) -> RunConfig:

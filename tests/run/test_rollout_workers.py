@@ -191,7 +191,9 @@ def test_a_reward_that_was_passed_from_python_is_refused() -> None:
 def test_workers_send_requests_themselves_to_engines_of_the_run_and_never_in_lockstep(
     engine: str, max_lag: int, is_used: bool
 ) -> None:
-    http = {"http": {"urls": ["http://localhost:1"], "folder": "weights"}} if engine == "http" else {}
+    http = (
+        {"http": {"urls": ["http://localhost:1"], "flavour": "vllm", "folder": "weights"}} if engine == "http" else {}
+    )
     config = convert(
         {
             "model": {"path": "nowhere"},

@@ -47,6 +47,7 @@ from millstream.types import Floats, Metrics, Task, TrainRow, Weights
 from support.commands import start_command
 from support.learners import rows
 from support.runs import until
+from support.stop_at import PromptSink
 from support.tiny import make_small
 from support.views import drawn
 
@@ -334,7 +335,7 @@ def test_when_reinforcement_begins_nothing_is_left_of_the_supervised_learner(
     assert left == [[], [False]]
 
 
-class AtStep:
+class AtStep(PromptSink):
     """A sink that sends a signal to this process at a supervised step."""
 
     def __init__(self, step: int) -> None:
