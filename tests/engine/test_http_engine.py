@@ -513,7 +513,8 @@ def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp
         await flight.until_reported(2)
         server.faults = Faults(call=1.0)
         loading = asyncio.ensure_future(engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1)))
-        await asyncio.sleep(0.3)
+        while not server.num_faults:  # until it has begun
+            await asyncio.sleep(0.01)
         loading.cancel()
         with pytest.raises(EngineGone, match="broke: a load was cancelled halfway"):
             await asyncio.wait_for(flight.future, 10)
