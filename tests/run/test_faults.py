@@ -6,6 +6,8 @@ import asyncio
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -106,6 +108,56 @@ def test_on_sigusr1_a_run_writes_what_everything_is_doing_and_continues(tmp_path
     assert [word for word in wanted if word not in text] == []
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
+
+
+BUSY = """
+import asyncio, signal, sys, threading, time
+from pathlib import Path
+from millstream.clock import RealClock
+from millstream.events.sinks import MemorySink
+from millstream.pipeline.waits import Waits
+from millstream.run.watchdog import Watchdog
+
+def deep(count):
+    return 0 if not count else 1 + deep(count - 1)
+
+def counted(count):
+    if count:
+        yield from counted(count - 1)
+    yield count
+
+def work():
+    while True:
+        deep(30), list(counted(20)), (lambda: [one for one in range(5)])()
+
+async def run():
+    clock, sink = RealClock(), MemorySink()
+    waits = Waits(clock=clock, sink=sink, stall_s=60.0, deadline_s=60.0)
+    path = Path(sys.argv[1])
+    watchdog = Watchdog(path, waits, clock=clock, sink=sink, stall_s=60.0, deadline_s=60.0, end=print)
+    watchdog.start()
+    sys.setswitchinterval(1e-5)
+    for _ in range(6):
+        threading.Thread(target=work, daemon=True).start()
+    print("ready", flush=True)
+    end = time.monotonic() + 4.0
+    while time.monotonic() < end:
+        deep(20)
+    watchdog.stop()
+
+asyncio.run(run())
+"""
+
+
+def test_sigusr1_never_ends_a_process_whose_threads_are_at_work(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path / "stacks.txt")], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.0003)
+    assert process.wait(60) == 0
+    assert "in deep" in (tmp_path / "stacks.txt").read_text()
 
 
 def test_a_store_without_room_becomes_an_error_that_names_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,8 @@ class RayProcess:
         node = ray.get_runtime_context().get_node_id()
         os.environ[NODE] = node
         os.environ[HOST] = "127.0.0.1" if is_on_loopback else ray.util.get_node_ip_address()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # `kill -USR1` writes its stacks to Ray's log
+        with suppress(ValueError):  # `kill -USR1` writes its stacks to Ray's log
+            signal.signal(signal.SIGUSR1, lambda *_: faulthandler.dump_traceback(all_threads=True))
         with suppress(PermissionError):  # it leads a process group already
             os.setpgid(0, 0)
         connection = socket.create_connection((host, port), timeout=CONNECT_S)

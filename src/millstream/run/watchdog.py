@@ -2,7 +2,9 @@
 
 A reward that blocks (a plain `requests.get` inside an `async def`, say) stops everything, timers included: only another thread
 can notice. After `stall_s` the watchdog writes all waits and stacks to a file and emits `Stalled`; after `deadline_s` it ends
-the run with the place that blocked. The same dump is written on SIGUSR1, and when a wait lasts longer than `stall_s`.
+the run with the place that blocked. The same dump is written on SIGUSR1, and when a wait lasts longer than `stall_s`. SIGUSR1
+writes the stack of the thread that it interrupts at once, even where that never returns to Python, and no others: to read the
+stacks of threads that run ends the process now and then.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Watchdog:
         with suppress(ValueError, AttributeError, OSError):  # only in the main thread, and not on every system
             self._handler = signal.signal(signal.SIGUSR1, lambda number, frame: self._asked.append("SIGUSR1"))
             self._stacks = self._path.open("a")
-            faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True, chain=True)
+            faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=False, chain=True)
 
     def stop(self) -> None:
         self._closing.set()
