@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec import structs
 
 from millstream.clock import RealClock
 from millstream.decoding import decode_msgpack
@@ -25,6 +27,8 @@ from millstream.env.data import DataConfig
 from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
+from millstream.model.adapters import add_adapters, merged, trained_weights
+from millstream.model.load import model_weights
 from millstream.model.lora import LoraConfig
 from millstream.model.shared_memory import Layout
 from millstream.rpc.call import Packet, PacketKind
@@ -32,6 +36,7 @@ from millstream.rpc.frames import Frames, frame
 from millstream.run.build import build_engine
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import ModelConfig, RunConfig, TinyConfig
+from millstream.weights import TransferWay
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.publisher import WeightsPublisher
 from support.tiny import make, request
@@ -90,10 +95,9 @@ def test_values_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
         VllmConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_adapters_are_refused() -> None:
+def test_adapters_go_with_vllm() -> None:
     learner = LearnerConfig(lora=LoraConfig(rank=4))
-    with pytest.raises(ConfigError, match=r"\[learner\.lora\] with engine\.kind"):
-        check_combinations(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=VLLM, learner=learner))
+    check_combinations(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=VLLM, learner=learner))
 
 
 def arguments(setup: VllmSetup) -> dict[str, Any]:
@@ -203,6 +207,20 @@ def test_weights_of_another_shape_or_name_are_refused_when_they_are_offered() ->
             worker.offer(wrong)
 
 
+def test_with_adapters_they_alone_are_what_is_offered() -> None:
+    shapes = {"a.base_layer.weight": (2, 2), "a.lora_A.default.weight": (1, 2), "a.lora_B.default.weight": (2, 1)}
+    begun = structs.replace(setup(), first=ref(*shapes.items()), scaling=2.0)
+    worker = VllmWorker(begun, lambda report: None)
+    fetched = list[WeightsRef]()
+    worker._fetch = fetched.append  # type: ignore[method-assign]
+    adapters = list(shapes.items())[1:]
+    worker.offer(ref(*adapters))
+    assert len(fetched) == 1
+    for wrong, name in ((shapes.items(), "a.base_layer.weight"), (adapters[1:], "a.lora_A.default.weight")):
+        with pytest.raises(EngineError, match=rf"do not fit: \['{name}'\]"):
+            worker.offer(ref(*wrong))
+
+
 def fetched(worker: Worker, published: WeightsRef) -> str:
     """The line that says what became of it."""
     reading, writing = os.pipe()
@@ -232,6 +250,63 @@ def test_weights_come_out_of_the_memory_that_they_were_published_in_and_are_rele
         worker.millstream_load()
     publisher.close()
     assert '"WeightsUnreachable"' in fetched(worker, published), "why not, as the error that the run gets"
+
+
+class AdaptedWorker(Worker):
+    """Its model is an ordinary one, and what is loaded into it can be read."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(set())
+        self.model = make("qwen2")
+        self.model_config = SimpleNamespace(dtype=dtype)
+        self.loaded = dict[str, torch.Tensor]()
+        self.get_model = self._ready
+
+    def _ready(self) -> Any:
+        self.model.load_weights = self._take
+        return self.model
+
+    def _take(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        self.loaded = {name: weight.clone() for name, weight in weights}
+        return set(self.loaded)
+
+    def reload_weights(self, **source: Any) -> None:
+        self.model.load_weights(source["weights_iterator"])
+
+
+@pytest.mark.parametrize("way", ["shared", "files"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_version_of_adapters_is_merged_with_the_weights_of_the_beginning_and_these_outlive_who_published_them(
+    way: TransferWay, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as in a model that is saved. An adapter that comes again gives the weights that it gave before."""
+    monkeypatch.setattr("millstream.engine.vllm.extension._pack_tied_heads", lambda model: None)
+    model, worker = make("qwen2"), AdaptedWorker(dtype)
+    add_adapters(model, LoraConfig(rank=4, alpha=6.0), seed=1)
+
+    def published(number: int, weights: dict[str, torch.Tensor]) -> tuple[WeightsPublisher, WeightsRef]:
+        publisher = WeightsPublisher(tmp_path / "staged", node="", ways=[way], files=tmp_path / "files")
+        return publisher, publisher.put(number, weights.items())
+
+    for number, seed in enumerate((1, 2, 3, 2)):
+        torch.manual_seed(seed)
+        for adapter in trained_weights(model).values():
+            adapter.data.normal_(std=0.05)
+        begins = number == 0
+        publisher, version = published(number, model_weights(model) if begins else trained_weights(model))
+        assert fetched(worker, version) == "null\n"
+        if begins:
+            worker.millstream_begin(1.5)
+        else:
+            worker.millstream_load()
+        publisher.close()
+        expected = model_weights(merged(model))
+        assert worker.loaded.keys() == expected.keys() == model_weights(worker.model).keys()
+        for name, found in worker.loaded.items():
+            assert torch.equal(found.to(dtype), expected[name].to(dtype)), (number, name)
+    assert worker.loaded["model.layers.0.mlp.up_proj.weight"].dtype == dtype, "rounded once, here"
+    with pytest.raises(WeightsError, match="none were fetched"):
+        worker.millstream_load()
 
 
 @pytest.mark.timeout(120)

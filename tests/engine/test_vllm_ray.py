@@ -19,7 +19,7 @@ from millstream.run.checkpoint import steps_in
 from millstream.run.export import export
 from millstream.run.read_rollouts import RolloutQuery, find_rollouts, open_dump
 from support.ray_runs import events_of, running, stop, tree_of, wait_until_gone
-from support.runs import assert_clean, step_rows, steps_of, until
+from support.runs import assert_clean, resume, step_rows, steps_of, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("vllm")
@@ -71,6 +71,8 @@ clip_high = 0.28
 every_steps = 1
 keep = 1000
 """
+
+HALF = '[{ function = "format", args = { pattern = "[^0-4].*" } }]'  # a reward that an untrained model has now and then
 
 
 def words(folder: Path, *changes: str, on_update: str = "recompute", parallel: int = 1) -> list[str]:
@@ -164,3 +166,22 @@ def test_engines_of_two_workers_are_scaled_while_the_run_trains(tmp_path: Path) 
         stop(process, 120)
         wait_until_gone(pids, 60)
     assert_clean(run_dir)
+
+
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_run_with_adapters_is_resumed_and_every_token_has_the_log_probability_of_its_versions_merged_model(
+    runtime: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    changes = ["learner.lora.rank=4", "learner.learning_rate=4e-3", "warmup=", f"reward={HALF}"]
+    changes += ["runtime=local", "resources="] if runtime == "local" else []
+    with running(words(tmp_path, *changes)) as process:
+        until(lambda: steps_of(run_dir) >= 6, process, START_S)
+        stop(process, 120)
+    last = steps_of(run_dir) + 6
+    done = resume(run_dir, f"pipeline.steps={last}")
+    assert done.returncode == 0 and steps_of(run_dir) == last, done.stdout + done.stderr
+    assert_clean(run_dir)
+    worst, of_others, compared = worst_error(run_dir, tmp_path)
+    print(f"\n{compared} tokens within {worst:.1e} nats of their version's merged model, {of_others:.1e} of older ones")
+    assert compared > 200 and worst < 1e-4 < of_others / 100

@@ -29,7 +29,15 @@ from millstream.errors import ConfigError, EngineError, LearnerError, ModelError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
-from millstream.model.adapters import add_adapters, copy_of, lora_of, trained_weights
+from millstream.model.adapters import (
+    add_adapters,
+    copy_of,
+    lora_of,
+    merged,
+    merged_weights,
+    random_adapters,
+    trained_weights,
+)
 from millstream.model.load import model_weights
 from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
@@ -212,6 +220,39 @@ def test_what_is_saved_is_an_ordinary_model_and_beside_it_the_adapter_in_pefts_f
     onto = peft.PeftModel.from_pretrained(base, tmp_path / "model" / "adapter").eval()
     assert torch.allclose(logits(onto), logits(expected), atol=1e-5)
     asyncio.run(train(one, gold(6), steps=1))  # the learner continues
+
+
+@pytest.mark.parametrize(
+    "lora", [LORA, LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "down_proj"))], ids=["all", "some"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_weights_without_a_model_are_those_of_the_merged_model_bit_for_bit(
+    lora: LoraConfig, dtype: torch.dtype
+) -> None:
+    """Any number of times: what they are merged with stays as it is."""
+    model = make("qwen2").to(dtype)  # it has biases
+    add_adapters(model, lora, seed=1)
+    scaling = lora.alpha / lora.rank
+    whole = {name: value.detach().clone() for name, value in model_weights(model).items()}
+
+    def again() -> dict[str, torch.Tensor]:
+        return dict(merged_weights(whole, trained_weights(model), scaling, dtype=dtype, device=torch.device("cpu")))
+
+    unchanged = make("qwen2").to(dtype)
+    assert all(torch.equal(again()[name], value) for name, value in model_weights(unchanged).items())
+    with random_adapters(model):
+        expected = model_weights(merged(model))
+        for found in (again(), again()):
+            assert found.keys() == expected.keys() == model_weights(unchanged).keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        layer = model.get_submodule("model.layers.1.self_attn.q_proj")
+        product = layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+        exact = layer.base_layer.weight.double() + scaling * product
+        error = (found["model.layers.1.self_attn.q_proj.weight"].double() - exact).abs()
+        assert bool((error <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-7).all()), "rounded once"
+    moved = {name for name in found if not torch.equal(found[name], model_weights(unchanged)[name])}
+    targets = lora.targets or ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert moved == {name for name in found if name.split(".")[-2] in targets and name.endswith(".weight")}
 
 
 def test_a_snapshot_holds_adapters_and_their_optimizer_alone_and_training_goes_on_from_it_bit_for_bit(

@@ -24,8 +24,10 @@ from millstream.errors import ModelError
 from millstream.model.load import model_weights
 from millstream.model.lora import ADAPTER_WEIGHTS, LoraConfig, check_lora, of_adapter
 from millstream.model.policy import layers_of
+from millstream.types import Weights
 
 NAME = "default"
+BASE = ".base_layer."  # in the names of what an adapter stands on
 PREFIX = "base_model.model."  # in front of every name in a file of peft's
 
 
@@ -196,14 +198,40 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     ordinary = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     for name, layer in adapted_layers(ordinary).items():
         base = layer.get_base_layer()
-        down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        weight = base.weight.float() + layer.scaling[NAME] * (up.float() @ down.float())
+        low = LowRank(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
         plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(weight.to("cpu", base.weight.dtype))
+        plain.weight = nn.Parameter(merged_weight(base.weight, low, base.weight.dtype).cpu())
         plain.bias = base.bias
         ordinary.set_submodule(name, plain)
     del ordinary.peft_config
     return ordinary
+
+
+@torch.no_grad()
+def merged_weight(weight: Tensor, low: LowRank, dtype: torch.dtype) -> Tensor:
+    """Computed in float32 and rounded once."""
+    product = low.up.float() @ low.down.float()
+    return product.mul_(low.scaling).add_(weight).to(dtype)
+
+
+def merged_weights(
+    whole: Weights, adapters: Weights, scaling: float, *, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """What `merged` computes, for weights without a model, in the names of a checkpoint. `whole`: what `model_weights` gives
+    of the model; `adapters` replace those in it. Merged weights have this dtype and are made on this device, one at a time;
+    all others come as they are."""
+    for name, weight in whole.items():
+        module, is_base, part = name.partition(BASE)
+        if is_base and part == "weight":
+            down, up = (adapters[f"{module}.lora_{letter}.{NAME}.weight"].to(device) for letter in "AB")
+            yield f"{module}.weight", merged_weight(weight.to(device), LowRank(down, up, scaling), dtype)
+        elif not is_adapter(name):
+            yield name.replace(BASE, "."), weight
+
+
+def is_adapter(name: str) -> bool:
+    """Of a tensor in a model with adapters: whether it is a part of one."""
+    return ".lora_" in name
 
 
 def save_adapters(model: PreTrainedModel, folder: Path) -> None:

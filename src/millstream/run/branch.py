@@ -20,7 +20,7 @@ from millstream.config import load
 from millstream.errors import CheckpointError, ConfigError
 from millstream.events import RunBranched
 from millstream.learner.state import read_state, read_trained, write_state
-from millstream.model.adapters import lora_of, trained_weights
+from millstream.model.adapters import is_adapter, lora_of, trained_weights
 from millstream.model.load import load_weights
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.run import checkpoint
@@ -124,7 +124,7 @@ def load_start(model: PreTrainedModel, folder: Path) -> None:
 def checked_start(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint, which are those of a model like this one. Raises `ConfigError` if they are not."""
     trained, own, name = read_trained(folder), trained_weights(model), f"the checkpoint in {folder}"
-    has_adapters, needs_adapters = any(".lora_" in key for key in trained), lora_of(model) is not None
+    has_adapters, needs_adapters = any(map(is_adapter, trained)), lora_of(model) is not None
     if has_adapters != needs_adapters:
         missing, extra = "adapters, and [learner.lora] is not set", "a whole model, and [learner.lora] is set"
         raise ConfigError(

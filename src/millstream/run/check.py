@@ -120,7 +120,7 @@ def check_combinations(config: RunConfig) -> None:
         check_own_parts,
         check_outside,
         _check_resources,
-        _check_lora,
+        lambda config: check_lora(config.learner.lora),
         _check_steps,
         _check_environments,
         lambda config: check_trackers(config.trackers),
@@ -286,17 +286,6 @@ def _check_resources(config: RunConfig) -> None:
                 f'{key}.device = "{table.device}" with runtime = "ray": resources.stage_gpus says whether the reference, the '
                 f"critic and the proximal policy have a GPU. Leave {key}.device out"
             )
-
-
-def _check_lora(config: RunConfig) -> None:
-    if config.learner.lora is None:
-        return
-    if config.engine.kind == "vllm":
-        raise ConfigError(
-            '[learner.lora] with engine.kind = "vllm": adapters go to our own engine alone. Set engine.kind = "torch", or '
-            "leave [learner.lora] out"
-        )
-    check_lora(config.learner.lora)
 
 
 def _check_steps(config: RunConfig) -> None:

@@ -22,7 +22,8 @@ class VllmSetup(Struct, frozen=True, kw_only=True):
 
     files: dict[str, bytes]  # the model's config and, for stop strings, the tokenizer: as they are saved
     has_tokenizer: bool = False
-    first: WeightsRef
+    first: WeightsRef  # the whole model
+    scaling: float | None = None  # of the model's adapters: later weights are adapters alone. None: it has none
     slots: int
     prefill_tokens: int
     max_length: int | None

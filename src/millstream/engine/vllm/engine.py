@@ -6,7 +6,8 @@ an interpreter stays there, and a user's script needs no guard around its main p
 module.
 
 Weights are published in the names and shapes of a checkpoint; vLLM's workers fetch them, and vLLM's `reload_weights` converts
-them to its own layout.
+them to its own layout. Of a model with adapters these alone are published: vLLM's workers merge them, and vLLM has an ordinary
+model.
 
 What differs from our own engine: a continued request (`Request.num_sampled`) has the right distribution and new randomness, not
 that which it would have had; a greedy request's log-probabilities are those of temperature 1 without top-k and top-p.
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.engine.config import EngineConfig
 from millstream.engine.vllm.arguments import VllmSetup
 from millstream.engine.vllm.config import VllmConfig
+from millstream.model.adapters import lora_of
 from millstream.model.load import context_length
 from millstream.model.spec import described
 from millstream.weights.transfer import WeightsRef
@@ -40,11 +42,13 @@ def vllm_setup(
     vllm = config.vllm or VllmConfig()
     own = copy.deepcopy(model.config)
     own.architectures = [type(model).__name__]
+    lora = lora_of(model)
     limits = [limit for limit in (context_length(model), vllm.max_model_len) if limit is not None]
     return VllmSetup(
         files=described(model, tokenizer, config=own),
         has_tokenizer=tokenizer is not None,
         first=first,
+        scaling=None if lora is None else lora.alpha / lora.rank,
         slots=config.num_slots,
         prefill_tokens=config.prefill_tokens,
         max_length=min(limits, default=None),

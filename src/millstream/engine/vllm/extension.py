@@ -1,6 +1,9 @@
 """What runs inside vLLM's own worker processes: the fetch of weights while decoding continues, their load, and an exit when the
 engine is gone.
 
+Of a model with adapters every worker keeps the weights that the engine began with, on the host, and merges each version's
+adapters with them. It begins with these weights each time: nothing of earlier versions is left, and no rounding adds up.
+
 vLLM mixes `WorkerExtension` into its worker class. Its names begin with millstream: vLLM refuses names that it has itself.
 """
 
@@ -8,16 +11,20 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from millstream.decoding import decode_json
 from millstream.errors import WeightsError
+from millstream.model.adapters import merged_weights
 from millstream.rpc.call import describe_error
 from millstream.rpc.process import own_node
+from millstream.types import Weights
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.base import FetchedWeights
 from millstream.weights.transfer.fetcher import WeightsFetcher
@@ -25,11 +32,20 @@ from millstream.weights.transfer.fetcher import WeightsFetcher
 MAX_REASON = 800  # characters of a reason: a line of a pipe that several ranks write to is written at once
 
 
+class AdaptedModel(NamedTuple):
+    """A model with adapters, as it was in the beginning."""
+
+    taken: FetchedWeights  # never released: all processes of a node that have mapped it share its memory
+    scaling: float  # of the adapters
+
+
 class WorkerExtension:
-    device: Any  # this and the next two are the worker's own
+    device: Any  # this and the next three are the worker's own
+    model_config: Any
     get_model: Any
     reload_weights: Any
     _millstream_taken: FetchedWeights | None = None
+    _millstream_adapted: AdaptedModel | None = None
 
     def millstream_fetch(self, ref: str, pipe: str) -> None:
         """Begin to fetch and verify the weights of this `WeightsRef` (JSON), on a thread. Every rank of several fetches all of
@@ -52,20 +68,40 @@ class WorkerExtension:
         os.write(descriptor, msgspec.json.encode(said) + b"\n")
         os.close(descriptor)
 
+    def millstream_begin(self, scaling: float | None) -> None:
+        """Load the weights that were fetched, which are the whole model. `scaling`: of its adapters, if it has some; what is
+        loaded later is then adapters alone."""
+        taken = self._millstream_taken
+        if scaling is not None and taken is not None:
+            if taken.way == "files":  # they are mapped, and their owner may remove them
+                taken.weights = {name: one.clone() for name, one in taken.weights.items()}
+            self._millstream_adapted = AdaptedModel(taken, scaling)
+        self.millstream_load()
+
     def millstream_load(self) -> None:
         """The weights that were fetched last, in the names and shapes of a checkpoint. Every rank keeps its part of them."""
         if self._millstream_taken is None:
             raise WeightsError("there are no weights to load: none were fetched")
         try:
-            self._millstream_reload(weights_iterator=iter(self._millstream_taken.weights.items()))
+            self._millstream_reload(weights_iterator=self._millstream_checkpoint(self._millstream_taken.weights))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies have read the memory
         finally:
             self._millstream_release()
 
+    def _millstream_checkpoint(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model. vLLM gets those without an adapter again each time: it joins tensors that may have one and
+        tensors that have none, and would keep old ones with a warning."""
+        adapted = self._millstream_adapted
+        if adapted is None:
+            return iter(weights.items())
+        dtype, device = self.model_config.dtype, torch.device(self.device)
+        return merged_weights(adapted.taken.weights, weights, adapted.scaling, dtype=dtype, device=device)
+
     def _millstream_release(self) -> None:
-        if self._millstream_taken is not None:
-            self._millstream_taken.release()
+        taken, adapted = self._millstream_taken, self._millstream_adapted
+        if taken is not None and (adapted is None or adapted.taken is not taken):
+            taken.release()
         self._millstream_taken = None
 
     def _millstream_reload(self, **source: Any) -> None:

@@ -41,6 +41,7 @@ from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pa
 from millstream.engine.request import PartialCompletion, check_request
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, sampling_parameters, set_environment
 from millstream.errors import EngineError, RequestRefused
+from millstream.model.adapters import is_adapter
 from millstream.model.load import decoder_of, load_tokenizer
 from millstream.model.spec import has_own_code
 from millstream.rpc.call import ErrorInfo, error_from
@@ -179,8 +180,8 @@ class VllmWorker:
             await self._llm.collective_rpc("millstream_exit_with", args=(_path_of(self._exit_pipe[0]),))
             self._fetched_pipe = os.pipe()
             self._fetched = os.fdopen(self._fetched_pipe[0], "rb")
-            await asyncio.to_thread(self.offer, self._setup.first)
-            await self._llm.collective_rpc("millstream_load")
+            await asyncio.to_thread(self._fetch, self._setup.first)
+            await self._llm.collective_rpc("millstream_begin", args=(self._setup.scaling,))
         except BaseException:  # also a cancellation: its processes must not outlive it
             await self._shut_down()
             raise
@@ -246,8 +247,13 @@ class VllmWorker:
         """vLLM's workers fetch the weights of the next `Load`, while decoding continues. Not on the event loop: returns when
         they are there. Raises `EngineError` if they do not fit, and what the fetch raised."""
         found, expected = ({(name, shape) for name, _, shape in one.layout.tensors} for one in (ref, self._setup.first))
+        if self._setup.scaling is not None:
+            expected = {(name, shape) for name, shape in expected if is_adapter(name)}
         if differing := found ^ expected:
             raise EngineError(f"the weights do not fit: {sorted({name for name, _ in differing})[:4]}")
+        self._fetch(ref)
+
+    def _fetch(self, ref: WeightsRef) -> None:
         assert self._loop is not None and self._fetched is not None, "it has started"
         arguments = (msgspec.json.encode(ref).decode(), _path_of(self._fetched_pipe[1]))
         fetching = self._llm.collective_rpc("millstream_fetch", args=arguments)
