@@ -46,7 +46,7 @@ test-ray: $(VENV)/.installed-ray
 
 # vLLM pins what it needs: it has an environment of its own. Five minutes, most of them starts of vLLM.
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -m vllm tests/engine/test_vllm.py
+	$(VLLM)/bin/python -m pytest -m vllm tests/engine/test_vllm.py tests/engine/test_vllm_lora.py
 
 # Training runs with vLLM under Ray on this machine's CPU. About five minutes.
 test-vllm-ray: $(VLLM)/.installed

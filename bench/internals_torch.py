@@ -54,7 +54,7 @@ from millstream.learner.packing import Packer
 from millstream.learner.store_reader import StoreReader
 from millstream.learner.tally import StepTally
 from millstream.learner.torch import TorchLearner
-from millstream.model.adapters import add_adapters
+from millstream.model.adapters import add_adapters, merged_weights, trained_weights
 from millstream.model.compare import Scored, check_itself, library_logprobs, randomize
 from millstream.model.load import (
     check_layers,
