@@ -150,7 +150,7 @@ def serve_instant(connection: socket.socket) -> None:
     setup = link.first(InstantSetup)
     if setup is not None:
         link.open_lines()
-        link.begin(lambda ref: None)
+        link.begin(lambda ref: "")
         DecodeWorker(InstantBatcher(setup.num_tokens), link).run()  # type: ignore[arg-type]
         link.drain()
 
@@ -159,8 +159,9 @@ def instant_engine(name: str, num_tokens: int, sink: Any) -> Any:
     from internals_torch import ProcessHost, TorchEngine
 
     class InstantHost(ProcessHost):
-        def offer(self, version: int, weights: Weights) -> None:
+        def offer(self, version: int, weights: Weights) -> str:
             """There are none."""
+            return ""
 
     host = InstantHost(
         lambda: LocalLauncher().launch("engine", "driver_cost:serve_instant", name=name),

@@ -428,8 +428,9 @@ class SlowHost:
     def start(self, on_report: Callable[[WorkerReport], None]) -> None:
         self.on_report = on_report
 
-    def offer(self, version: int, weights: Weights) -> None:
+    def offer(self, version: int, weights: Weights) -> str:
         self.said.append(dict(weights))
+        return ""
 
     def send(self, command: Command) -> None:
         self.said.append(command)

@@ -107,7 +107,8 @@ class DriverHost:
     def send(self, command: Command) -> None:
         self._channel.send(command)
 
-    def offer(self, version: int, weights: Weights) -> None: ...
+    def offer(self, version: int, weights: Weights) -> str:
+        return ""
 
     async def close(self) -> None:
         self._channel.send_close()

@@ -85,7 +85,7 @@ class NearEngine:
         return packet.number
 
     def answer(self, number: int) -> None:
-        self.worker.theirs.sendall(frame((PacketKind.ANSWER, number, None)))
+        self.worker.theirs.sendall(frame((PacketKind.ANSWER, number, "shared")))
 
     def report(self, report: WorkerReport) -> None:
         self.worker.theirs.sendall(frame((PacketKind.MESSAGE, 0, report)))

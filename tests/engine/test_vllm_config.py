@@ -241,7 +241,7 @@ def test_weights_come_out_of_the_memory_that_they_were_published_in_and_are_rele
     worker.reload_weights = lambda weights_iterator: worker.model.load_weights(weights_iterator)
     sent = {"weight": torch.randn(2, 2), "bias": torch.randn(2)}
     published = publisher.put(1, sent.items())
-    assert fetched(worker, published) == "null\n", "they are there, and nothing is loaded yet"
+    assert fetched(worker, published) == '"shared"\n', "they are there, and nothing is loaded yet"
     assert not found
     with pytest.raises(ImportError):  # after the reload: the packing of heads needs vLLM
         worker.millstream_load()
@@ -249,7 +249,9 @@ def test_weights_come_out_of_the_memory_that_they_were_published_in_and_are_rele
     with pytest.raises(WeightsError, match="none were fetched"):
         worker.millstream_load()
     publisher.close()
+    before = worker._millstream_fetcher
     assert '"WeightsUnreachable"' in fetched(worker, published), "why not, as the error that the run gets"
+    assert worker._millstream_fetcher is before is not None, "it remembers ways that do not work"
 
 
 class AdaptedWorker(Worker):

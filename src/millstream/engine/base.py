@@ -25,6 +25,7 @@ class EngineStats(NamedTuple):
     num_preempted: int = 0  # how often a request lost its part of the cache to others and was computed again later
     num_drafted: int = 0  # tokens of drafts that were checked
     num_accepted: int = 0  # tokens of drafts that were right
+    way: str = ""  # by which the weights came that were loaded last (`resources.weights`); empty: within the process
 
 
 class EngineContext(Struct, frozen=True, kw_only=True, eq=False):

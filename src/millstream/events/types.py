@@ -251,6 +251,9 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     engine: str
     version: int
     seconds: float
+    way: str | UnsetType = (
+        UNSET  # by which they came to the engine's process (`resources.weights`); UNSET: it says none
+    )
 
 
 class ReplicaLeft(Event, frozen=True, kw_only=True):

@@ -17,6 +17,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, NoReturn
 
+from msgspec import UNSET
+
 from millstream.engine import Engine
 from millstream.errors import (
     EngineGone,
@@ -187,8 +189,9 @@ class WeightSync:
         version, weights = await waits.on(owner, "the weights to arrive", self._channel.fetch())
         began = self._context.now()
         await waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
-        now = self._context.now()
-        self._context.emit(WeightsLoaded(at=now, engine=engine.name, version=version, seconds=now - began))
+        now, way = self._context.now(), engine.stats().way or UNSET
+        loaded = WeightsLoaded(at=now, engine=engine.name, version=version, seconds=now - began, way=way)
+        self._context.emit(loaded)
         self._router.dispatch()
 
     async def _back_off(self, engine: Engine, owner: str, error: WeightsError, num_failed: int) -> None:

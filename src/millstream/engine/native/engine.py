@@ -64,6 +64,7 @@ class TorchEngine:
         self._num_reports = 0
         self._num_drafted = 0  # of the last event
         self._num_accepted = 0
+        self._way = ""
         self._is_paused = False
         self._watching: asyncio.Task[None] | None = None
         self._host = host
@@ -131,7 +132,7 @@ class TorchEngine:
     async def _load(self, version: int, weights: Weights) -> None:
         self._raise_if_broken()
         try:
-            await asyncio.to_thread(self._host.offer, version, weights)
+            self._way = await asyncio.to_thread(self._host.offer, version, weights)
         except WorkerExited as error:
             self._break(str(error))
             self._raise_if_broken()
@@ -209,6 +210,7 @@ class TorchEngine:
                 num_preempted=report.num_preempted,
                 num_drafted=report.num_drafted,
                 num_accepted=report.num_accepted,
+                way=self._way,
             )
             news = [(self._requests.get(key), said) for key, said in report.sampled if not self._cancelled[key]]
             answers = [(self._ended(key), completion) for key, completion in report.finished]

@@ -36,9 +36,10 @@ class EngineHost(Protocol):
         come."""
         ...
 
-    def offer(self, version: int, weights: Weights) -> None:
-        """Bring the weights of the next `Load` to the worker. Blocks until they are there: a copy, or a transfer. Raises
-        `WeightsError` if the worker could not fetch them, `WorkerExited` if it is gone."""
+    def offer(self, version: int, weights: Weights) -> str:
+        """Bring the weights of the next `Load` to the worker. Blocks until they are there: a copy, or a transfer. Returns the
+        way by which they came; empty: they are in this process. Raises `WeightsError` if the worker could not fetch them,
+        `WorkerExited` if it is gone."""
         ...
 
     async def close(self) -> None:
@@ -62,8 +63,9 @@ class ThreadHost:
     def send(self, command: Command) -> None:
         self._link.put(command)
 
-    def offer(self, version: int, weights: Weights) -> None:
+    def offer(self, version: int, weights: Weights) -> str:
         self._link.offered = weights
+        return ""
 
     async def close(self) -> None:
         self._link.put(Close())
@@ -158,12 +160,12 @@ class ProcessHost:
     def send(self, command: Command) -> None:
         self.remote.post(command)
 
-    def offer(self, version: int, weights: Weights) -> None:
+    def offer(self, version: int, weights: Weights) -> str:
         """The time until the worker is ready does not count: the launcher and `ENGINE_START_S` limit it."""
         self._wait_until_ready()
-        taken = self.remote.call(Offer(self._publish(version, weights)))
+        taken: Future[str] = self.remote.call(Offer(self._publish(version, weights)), str)
         try:
-            taken.result(self._answer_s)
+            return taken.result(self._answer_s)
         except TimeoutError:
             raise WeightsUnreachable(
                 f"version {version} was offered and not fetched within {self._answer_s:g} s; engine.answer_s sets the limit"

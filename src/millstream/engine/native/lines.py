@@ -261,7 +261,7 @@ class LineHost:
     def send(self, command: Command) -> None:
         self._channel.post(command)
 
-    def offer(self, version: int, weights: Weights) -> None:
+    def offer(self, version: int, weights: Weights) -> str:
         raise NotImplementedError("the driver of the run loads weights")
 
     async def close(self) -> None:

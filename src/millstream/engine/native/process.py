@@ -93,7 +93,8 @@ def serve_engine(connection: socket.socket) -> None:
     if setup is None:
         return
     try:
-        batcher = build_batcher(setup, link.fetch(setup.first))
+        link.fetch(setup.first)
+        batcher = build_batcher(setup, link.weights())
         link.release()
         if setup.has_lines:
             link.open_lines()
@@ -148,9 +149,9 @@ class ChannelLink:
         self._setup_call = setup.number
         return None if setup.kind is PacketKind.CLOSE else decode_msgpack(setup.body, kind)
 
-    def begin(self, take_offer: Callable[[WeightsRef], object]) -> None:
+    def begin(self, take_offer: Callable[[WeightsRef], str]) -> None:
         """Tell the engine that the worker is ready. Offers are taken on a thread of their own, one after the other; what
-        `take_offer` raises is the engine's answer."""
+        `take_offer` returns or raises is the engine's answer."""
         threading.Thread(target=self._take_offers, args=(take_offer,), name="weights", daemon=True).start()
         self._channel.answer(self._setup_call, None)
 
@@ -191,15 +192,15 @@ class ChannelLink:
             self._hub.close()
         return Close()
 
-    def _take_offers(self, take_offer: Callable[[WeightsRef], object]) -> None:
+    def _take_offers(self, take_offer: Callable[[WeightsRef], str]) -> None:
         while True:
             number, ref = self._offers.get()
             try:
-                take_offer(ref)
+                way = take_offer(ref)
             except Exception as error:  # process boundary: the engine gets the reason
                 self._channel.fail(number, error)
             else:
-                self._channel.answer(number, None)
+                self._channel.answer(number, way)
 
     def send(self, report: WorkerReport) -> None:
         if self._hub is None:
@@ -224,10 +225,11 @@ class FetchingLink(ChannelLink):
         self._fetcher = WeightsFetcher(own_node())
         self._taken: FetchedWeights | None = None
 
-    def fetch(self, ref: WeightsRef) -> Weights:
+    def fetch(self, ref: WeightsRef) -> str:
+        """The way by which they came."""
         self.release()  # of an offer that was never loaded
         self._taken = self._fetcher.take(ref)
-        return self._taken.weights
+        return self._taken.way
 
     def weights(self) -> Weights:
         return {} if self._taken is None else self._taken.weights

@@ -52,7 +52,7 @@ Command = Add | Abort | Pause | Resume | Load | Close
 
 
 class Offer(Struct, frozen=True, array_like=True):
-    """A call: fetch the weights of the next `Load`, while decoding continues."""
+    """A call: fetch the weights of the next `Load`, while decoding continues. Its answer is the way by which they came."""
 
     ref: WeightsRef
 

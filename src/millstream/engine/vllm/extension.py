@@ -22,7 +22,7 @@ from torch import Tensor
 from millstream.decoding import decode_json
 from millstream.errors import WeightsError
 from millstream.model.adapters import merged_weights
-from millstream.rpc.call import describe_error
+from millstream.rpc.call import ErrorInfo, describe_error
 from millstream.rpc.process import own_node
 from millstream.types import Weights
 from millstream.weights.transfer import WeightsRef
@@ -44,26 +44,29 @@ class WorkerExtension:
     model_config: Any
     get_model: Any
     reload_weights: Any
+    _millstream_fetcher: WeightsFetcher | None = None  # kept: it has memory, and knows what does not work here
     _millstream_taken: FetchedWeights | None = None
     _millstream_adapted: AdaptedModel | None = None
 
     def millstream_fetch(self, ref: str, pipe: str) -> None:
         """Begin to fetch and verify the weights of this `WeightsRef` (JSON), on a thread. Every rank of several fetches all of
-        them. A line in the pipe says that they are there, or why not."""
+        them. A line in the pipe says by which way they came, or why they did not."""
         self._millstream_release()  # of an offer that was never loaded
         arguments = (decode_json(ref, WeightsRef), pipe)
         threading.Thread(target=self._millstream_take, args=arguments, name="weights", daemon=True).start()
 
     def _millstream_take(self, ref: WeightsRef, pipe: str) -> None:
-        said = None
+        said: str | ErrorInfo
         try:
             device = torch.device(self.device) if torch.cuda.is_available() else None
             if device is not None:
                 torch.cuda.set_device(device)
-            self._millstream_taken = WeightsFetcher(own_node(), device=device).take(ref)
+            self._millstream_fetcher = self._millstream_fetcher or WeightsFetcher(own_node(), device=device)
+            self._millstream_taken = self._millstream_fetcher.take(ref)
+            said = self._millstream_taken.way
         except Exception as error:  # process boundary: the engine gets the reason
-            said = describe_error(error)
-            said = structs.replace(said, text=said.text[:MAX_REASON])
+            reason = describe_error(error)
+            said = structs.replace(reason, text=reason.text[:MAX_REASON])
         descriptor = os.open(pipe, os.O_WRONLY)
         os.write(descriptor, msgspec.json.encode(said) + b"\n")
         os.close(descriptor)

@@ -243,9 +243,9 @@ class VllmWorker:
 
     # ---- commands ------------------------------------------------------------------------------------------------------
 
-    def offer(self, ref: WeightsRef) -> None:
+    def offer(self, ref: WeightsRef) -> str:
         """vLLM's workers fetch the weights of the next `Load`, while decoding continues. Not on the event loop: returns when
-        they are there. Raises `EngineError` if they do not fit, and what the fetch raised."""
+        they are there, the ways by which they came. Raises `EngineError` if they do not fit, and what the fetch raised."""
         found, expected = ({(name, shape) for name, _, shape in one.layout.tensors} for one in (ref, self._setup.first))
         if self._setup.scaling is not None:
             expected = {(name, shape) for name, shape in expected if is_adapter(name)}
@@ -259,9 +259,12 @@ class VllmWorker:
         fetching = self._llm.collective_rpc("millstream_fetch", args=arguments)
         asyncio.run_coroutine_threadsafe(fetching, self._loop).result()
         lines = [self._fetched.readline() for _ in range(self._setup.vllm.tensor_parallel)]
-        for said in (decode_json(line, ErrorInfo | None) for line in lines):
-            if said is not None:
+        ways = dict[str, None]()
+        for said in (decode_json(line, str | ErrorInfo) for line in lines):
+            if isinstance(said, ErrorInfo):
                 raise error_from(said)
+            ways[said] = None
+        return ", ".join(ways)
 
     async def _execute(self, command: Command) -> None:
         match command:
