@@ -50,8 +50,8 @@ def new_publisher() -> Iterator[NewPublisher]:
             publisher.close()
 
 
-def expected(version: int) -> str:
-    return fingerprint(dict(weights(version)))
+def expected(version: int, num_bytes: int = 1 << 16) -> str:
+    return fingerprint(dict(weights(version, num_bytes)))
 
 
 @pytest.mark.parametrize(
@@ -105,24 +105,85 @@ def test_where_the_first_try_fails_the_next_way_is_used_and_it_is_not_tried_agai
     assert len(said) == 1 and "both ends use GPU GPU-0" in said[0]
 
 
-def test_a_device_without_room_for_a_version_gets_it_and_all_later_ones_by_the_next_way(
-    new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NcclFetch, "_has_room", lambda fetch, num_bytes: False)
+
+
+def test_where_the_device_has_no_room_a_version_passes_through_two_buckets_there_to_the_hosts_memory(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without_room(monkeypatch)
     publisher, fetcher = new_publisher(["nccl", "broadcast"]), WeightsFetcher("b", device=CPU)
     fetch = fetcher._fetches["nccl"]
     assert isinstance(fetch, NcclFetch)
+    used = list[int]()
+    for version in (1, 2):
+        ref = publisher.put(version, weights(version))
+        with fetcher.take(ref) as taken:
+            assert len(ref.digests) > 4 and taken.way == "nccl" and fingerprint(taken.weights) == expected(version)
+        (landing,) = fetch._free
+        assert [len(bucket) for bucket in landing.passing] == [BUCKET, BUCKET]
+        used.append(landing.flat.data_ptr())
+    assert used[0] == used[1], "it is allocated once"
 
-    def no_room(num_bytes: int, device: torch.device) -> torch.Tensor:
+
+def test_a_wrong_bucket_that_passes_through_the_device_is_found_before_any_of_the_version_is_handed_out(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_room(monkeypatch)
+    publisher, fetcher = new_publisher(["nccl"]), WeightsFetcher("b", device=CPU)
+    ref = publisher.put(1, weights(1))
+    (buffer,) = publisher._buffers._buffers.values()
+    buffer.bytes[3 * BUCKET + 7] ^= 1
+    with pytest.raises(WeightsError, match="bucket 3 of version 1"):
+        fetcher.take(ref)
+
+
+def test_where_neither_device_nor_host_has_room_this_and_all_later_versions_come_by_the_next_way(
+    new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, fetcher = new_publisher(["nccl", "broadcast"]), WeightsFetcher("b", device=CPU)
+
+    def no_room(fetch: NcclFetch, num_bytes: int) -> bool:
         raise torch.OutOfMemoryError("no room")
 
     with fetcher.take(publisher.put(1, weights(1))) as taken:
         assert taken.way == "nccl"
-    monkeypatch.setattr(fetch, "_allocate", no_room)
+    monkeypatch.setattr(NcclFetch, "_has_room", no_room)
     for version in (2, 3):
-        with fetcher.take(publisher.put(version, weights(version))) as taken:
-            assert taken.way == "broadcast" and fingerprint(taken.weights) == expected(version)
+        larger = 1 << (16 + version)  # the memory of the version before is too small
+        with fetcher.take(publisher.put(version, weights(version, larger))) as taken:
+            assert taken.way == "broadcast" and fingerprint(taken.weights) == expected(version, larger)
     said = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
     assert len(said) == 1
+
+
+def test_on_one_node_the_order_of_the_ways_says_which_is_used_and_the_next_one_where_it_fails(
+    new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, fetcher = new_publisher(["nccl", "shared"]), WeightsFetcher("a", device=CPU)
+    with fetcher.take(publisher.put(1, weights(1))) as taken:
+        assert taken.way == "nccl" and fingerprint(taken.weights) == expected(1)
+    elsewhere = WeightsFetcher("a", device=torch.device("cuda"))
+    if not torch.cuda.is_available():
+        assert elsewhere.ways(publisher.put(2, weights(2))) == ["shared"]
+    stage = publisher._stages["nccl"]
+    stage.close()
+    with WeightsFetcher("a", device=CPU).take(publisher.put(3, weights(3))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(3)
+    assert "version 3 was not fetched by nccl" in caplog.text
+    assert new_publisher(["shared", "nccl"]).put(4, weights(4)).offers.keys() == {"shared", "nccl"}
+
+
+def test_where_a_node_has_no_copy_that_a_process_can_use_the_error_says_what_to_add(
+    new_publisher: NewPublisher,
+) -> None:
+    publisher, fetcher = new_publisher(["nccl"]), WeightsFetcher("a", device=CPU)
+    fetch = fetcher._fetches["nccl"]
+    assert isinstance(fetch, NcclFetch)
+    fetch._is_usable = False
+    with pytest.raises(WeightsUnreachable, match=r'none of its ways \(nccl\): add "shared" to resources.weights'):
+        fetcher.take(publisher.put(1, weights(1)))
 
 
 def test_one_that_has_worked_is_tried_again_after_a_failure(new_publisher: NewPublisher) -> None:
@@ -159,6 +220,6 @@ def test_without_a_gpu_it_is_left_out_with_a_warning_or_refused_where_it_is_the_
     assert "no GPU" in why_no_nccl(torch.device("cuda")) and not why_no_nccl(CPU)
     publisher = new_publisher(["nccl", "broadcast"], device=None)
     assert set(publisher.put(1, weights(1)).offers) == {"broadcast"}
-    assert 'use "broadcast"' in caplog.text
+    assert 'use "shared" on one node, "broadcast" between nodes' in caplog.text
     with pytest.raises(WeightsError, match=r'resources\.weights has "nccl", and it does not work here'):
         new_publisher(["nccl"], device=None)

@@ -111,11 +111,12 @@ def expected(version: int, num_bytes: int = 1 << 16) -> str:
         (["shared"], "a", "shared"),
         (["broadcast"], "b", "broadcast"),
         (["files"], "b", "files"),
-        (["files", "broadcast", "shared"], "a", "shared"),
-        (["files", "broadcast", "shared"], "b", "broadcast"),
+        (["shared", "broadcast", "files"], "a", "shared"),
+        (["shared", "broadcast", "files"], "b", "broadcast"),
+        (["files", "broadcast", "shared"], "a", "files"),
     ],
 )
-def test_another_process_gets_every_byte_by_the_nearest_way(
+def test_another_process_gets_every_byte_by_the_first_way_that_leads_to_it(
     ways: list[TransferWay], node: str, way: TransferWay, new_publisher: NewPublisher, reader: Peer, tmp_path: Path
 ) -> None:
     publisher = new_publisher(ways, files=tmp_path)

@@ -60,6 +60,7 @@ from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.cached_ref import CachedRef
 from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
+from millstream.weights.transfer.transports import TRANSPORTS
 
 logger = logging.getLogger(__name__)
 ON_HOST: dict[TransferWay, TransferWay] = {"ipc": "shared", "nccl": "broadcast"}
@@ -124,10 +125,11 @@ class RayBackend:
             self._opened.set()
 
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
-        """Broadcast only between nodes, and GPU memory only from ranks: the driver has no GPU."""
+        """Broadcast only between nodes, and GPU memory only from ranks: the driver has no GPU, and offers the nearest first."""
         ways: tuple[TransferWay, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
         if not is_of_rank:
-            ways = tuple(dict.fromkeys(ON_HOST.get(way, way) for way in ways))
+            on_host = {ON_HOST.get(way, way) for way in ways}
+            ways = tuple(way for way in TRANSPORTS if way in on_host)
         return Delivery(ways=ways, files=self._files if "files" in ways else None)
 
     def _stage_first(self) -> WeightsRef:

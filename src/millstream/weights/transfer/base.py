@@ -1,8 +1,9 @@
 """The descriptor of a published weight version, and the interface of a transport.
 
 A new transport is a `TransportStage` and a `TransportFetch` in a file of its own, one line in `transports.TRANSPORTS`, its name
-in `weights.base.TransferWay`, and its words and default in `cluster/resources.py` (`TRANSFER_WORDS`, `ways_of`). One that needs
-a GPU is also named in `run/ray_backend.py` (`ON_HOST`) and in `publisher.py`.
+in `weights.base.TransferWay`, its words and default in `cluster/resources.py` (`TRANSFER_WORDS`, `ways_of`), and where it can
+be used without Ray in `run/places.py` (`local_ways`). One that needs a GPU is also named in `run/ray_backend.py` (`ON_HOST`)
+and in `publisher.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class WeightsRef(Struct, frozen=True, kw_only=True):
     path: str
     """The slot: a file in the shared memory of that node. A process that reads the weights there holds a lock on it."""
     offers: dict[TransferWay, bytes]
-    """By transport: its own message, for its `TransportFetch`."""
+    """By transport, in the order in which a fetcher tries them: its own message, for its `TransportFetch`."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,6 +60,7 @@ class Delivery(Struct, frozen=True, kw_only=True):
     """How a process publishes weights: the options of its publisher."""
 
     ways: tuple[TransferWay, ...]
+    """In the order in which a fetcher tries them."""
     files: str | None = None
     """The folder of the transport "files"."""
 

@@ -16,7 +16,6 @@ Not run across GPUs: `_nccl_group`. All else is tested over gloo, "nccl" with bo
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
@@ -24,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -40,7 +39,7 @@ from millstream.retry import BackOff, Retry
 from millstream.rpc.frames import FrameError, Frames, frame
 from millstream.weights.base import TransferWay
 from millstream.weights.transfer.base import BroadcastBackend, FetchedWeights, FetchOptions, WeightsRef
-from millstream.weights.transfer.device_memory import gpu_of
+from millstream.weights.transfer.device_memory import gpu_of, own_stream
 from millstream.weights.transfer.digests import bucket_spans, verify_bucket
 
 logger = logging.getLogger(__name__)
@@ -49,6 +48,8 @@ MAX_MESSAGE_BYTES = 4096
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 NCCL_TRY_S = 20.0
 """For a version to arrive by NCCL, before the next way is tried."""
+SPARE_BYTES = 2 << 30
+"""Of a GPU that stay free where a whole version arrives on it: for NCCL's own buffers, and for what the engine computes."""
 
 
 class BroadcastOffer(Struct, frozen=True, kw_only=True):
@@ -214,6 +215,14 @@ def address_family(host: str) -> socket.AddressFamily:
 # ---- fetching --------------------------------------------------------------------------------------------------------
 
 
+class Landing(NamedTuple):
+    """Where a version arrives."""
+
+    flat: Tensor
+    passing: tuple[Tensor, ...] = ()
+    """Two buckets that the group writes to, one after the other, if `flat` is elsewhere. Empty: it writes to `flat`."""
+
+
 class BroadcastFetch:
     """Receives into memory of its own, which is reused after a release. A round that fails is repeated until the timeout."""
 
@@ -222,40 +231,41 @@ class BroadcastFetch:
 
     def __init__(self, options: FetchOptions) -> None:
         self._timeout_s = options.timeout_s
-        self._device = options.device
-        self._free: list[Tensor] = []
+        self._free: list[Landing] = []
         self._lock = threading.Lock()
 
     def can_fetch(self, ref: WeightsRef) -> bool:
         return True
 
     def fetch(self, ref: WeightsRef) -> FetchedWeights:
-        @functools.cache
-        def memory(backend: BroadcastBackend) -> Tensor:
-            return self._allocate(ref.num_bytes, self._device if backend == "nccl" else torch.device("cpu"))
-
+        landing = self._find_memory(ref)  # before a sender waits for it in a round
         request = FetchRequest(offer_in(ref, self.way).token, ref.serial, self.gpu)
         deadline = time.monotonic() + self._timeout_s
-        flat = receive(ref, self.way, request, memory, deadline=deadline)  # after a failure it is not reused
-        return FetchedWeights(ref, self.way, views_of(flat, ref.layout), lambda: self._free.append(flat))
+        receive(ref, self.way, request, landing, deadline=deadline)  # after a failure the memory is not reused
+        return FetchedWeights(ref, self.way, views_of(landing.flat, ref.layout), lambda: self._free.append(landing))
 
-    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+    def _find_memory(self, ref: WeightsRef) -> Landing:
         with self._lock:
-            for index, memory in enumerate(self._free):
-                if len(memory) == num_bytes and memory.device.type == device.type:
+            for index, landing in enumerate(self._free):
+                if len(landing.flat) == ref.num_bytes:
                     return self._free.pop(index)
             self._free.clear()
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._allocate(ref)
+
+    def _allocate(self, ref: WeightsRef) -> Landing:
+        return Landing(torch.empty(ref.num_bytes, dtype=torch.uint8))
 
 
 class NcclFetch(BroadcastFetch):
-    """Receives on the GPU, which needs room for a second copy of the model there. After a first try that fails, and whenever
-    the GPU is out of memory, it is not tried again: the next transport is used from then on."""
+    """Receives on the GPU, all of a version if `SPARE_BYTES` are still free then. Otherwise it arrives in the host's memory,
+    and passes through the GPU bucket by bucket. After a first try that fails, and whenever there is no memory, it is not tried
+    again: the next transport is used from then on."""
 
     way: TransferWay = "nccl"
 
     def __init__(self, options: FetchOptions) -> None:
         super().__init__(structs.replace(options, timeout_s=min(options.timeout_s, NCCL_TRY_S)))
+        self._device = options.device
         self._is_usable: bool | None = None  # None: not known yet
 
     def can_fetch(self, ref: WeightsRef) -> bool:
@@ -267,42 +277,46 @@ class NcclFetch(BroadcastFetch):
         if self._device.type == "cuda":
             self.gpu = gpu_of(torch.cuda.current_device() if self._device.index is None else self._device.index)
         try:
-            self._free.append(self._allocate(ref.num_bytes, self._device))  # before a sender waits for it in a round
-        except torch.OutOfMemoryError as error:
-            self._is_usable = False
-            raise WeightsUnreachable(
-                f"{self._device} has no room for the {ref.num_bytes / 1e9:.1f} GB of a version: "
-                'have "broadcast" in resources.weights, which receives in host memory'
-            ) from error
-        try:
-            found = super().fetch(ref)
+            with own_stream(self._device):
+                found = super().fetch(ref)
         except WeightsUnreachable:
             self._is_usable = self._is_usable or False
             raise
         self._is_usable = True
         return found
 
+    def _allocate(self, ref: WeightsRef) -> Landing:
+        try:
+            if self._has_room(ref.num_bytes):
+                return Landing(torch.empty(ref.num_bytes, dtype=torch.uint8, device=self._device))
+            bucket_bytes = min(ref.bucket_bytes, ref.num_bytes)
+            passing = [torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            is_pinned = self._device.type == "cuda"
+            return Landing(torch.empty(ref.num_bytes, dtype=torch.uint8, pin_memory=is_pinned), tuple(passing))
+        except RuntimeError as error:  # out of memory, of the device or of the host
+            self._is_usable = False
+            raise WeightsUnreachable(
+                f"there is no room for the {ref.num_bytes / 1e9:.1f} GB of a version, neither on {self._device} nor in the "
+                f"host's memory ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._device.type != "cuda" or num_bytes + SPARE_BYTES <= torch.cuda.mem_get_info(self._device)[0]
+
 
 def offer_in(ref: WeightsRef, way: TransferWay) -> BroadcastOffer:
     return decode_msgpack(ref.offers[way], BroadcastOffer)
 
 
-def receive(
-    ref: WeightsRef,
-    way: TransferWay,
-    request: FetchRequest,
-    memory: Callable[[BroadcastBackend], Tensor],
-    *,
-    deadline: float,
-) -> Tensor:
-    """The verified bytes, in the given memory: on the host for gloo, on a device for NCCL.
+def receive(ref: WeightsRef, way: TransferWay, request: FetchRequest, landing: Landing, *, deadline: float) -> None:
+    """All bytes, verified where they have landed.
 
     Raises `WeightsUnreachable` if the sender is gone or refuses, `WeightsSuperseded` if it has newer weights in their place.
     """
     retry = Retry(RETRY)
     while True:
         try:
-            return _receive_once(ref, offer_in(ref, way), request, memory, deadline)
+            return _receive_once(ref, offer_in(ref, way), request, landing, deadline)
         except RoundFailed as failure:
             reason, wait_s = str(failure), retry.failed(time.monotonic()) or 0.0
         if time.monotonic() + wait_s > deadline:
@@ -312,20 +326,14 @@ def receive(
 
 
 def _receive_once(
-    ref: WeightsRef,
-    offer: BroadcastOffer,
-    request: FetchRequest,
-    memory: Callable[[BroadcastBackend], Tensor],
-    deadline: float,
-) -> Tensor:
+    ref: WeightsRef, offer: BroadcastOffer, request: FetchRequest, landing: Landing, deadline: float
+) -> None:
     peer = _connect(ref, offer, deadline)
     try:
         peer.send(request)
         match peer.receive(deadline - time.monotonic()):
             case RoundStart() as start:
-                flat = memory(start.backend)
-                _take_part(ref, offer, start, flat, peer)
-                return flat
+                _take_part(ref, offer, start, landing, peer)
             case FetchRefused(reason=reason, is_superseded=is_superseded):
                 raise (
                     WeightsSuperseded(reason) if is_superseded else WeightsUnreachable(f"the sender refused: {reason}")
@@ -346,7 +354,7 @@ def _connect(ref: WeightsRef, offer: BroadcastOffer, deadline: float) -> Peer:
         ) from error
 
 
-def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, flat: Tensor, peer: Peer) -> None:
+def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, landing: Landing, peer: Peer) -> None:
     try:
         store = TCPStore(offer.host, start.port, is_master=False, timeout=timedelta(seconds=start.timeout_s))
         group = join_group(
@@ -357,8 +365,7 @@ def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, flat: 
             address=peer.connection.getsockname()[0],
             timeout_s=start.timeout_s,
         )
-        buckets = (flat[begin:end] for begin, end in bucket_spans(ref.num_bytes, ref.bucket_bytes))
-        broadcast_buckets(group, buckets, lambda bucket, number: verify_bucket(bucket, number, ref))
+        _receive_buckets(group, ref, landing)
     except RuntimeError as error:
         raise RoundFailed(str(error).splitlines()[0]) from error
     try:
@@ -366,3 +373,17 @@ def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, flat: 
         peer.receive(start.timeout_s)  # others may receive through this process until the round is over
     except RoundFailed as failure:
         logger.info("the broadcast of version %d failed for others: %s", ref.version, failure)
+
+
+def _receive_buckets(group: Any, ref: WeightsRef, landing: Landing) -> None:
+    spans, passing = bucket_spans(ref.num_bytes, ref.bucket_bytes), landing.passing
+    places = [landing.flat[begin:end] for begin, end in spans]
+    # of two that are passing, one is copied and verified while the other one arrives
+    received = (passing[number % 2][: len(place)] if passing else place for number, place in enumerate(places))
+
+    def arrive(bucket: Tensor, number: int) -> None:
+        if passing:
+            places[number].copy_(bucket)
+        verify_bucket(places[number], number, ref)
+
+    broadcast_buckets(group, received, arrive)

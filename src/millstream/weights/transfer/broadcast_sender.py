@@ -41,7 +41,7 @@ from millstream.weights.transfer.broadcast import (
     open_group_store,
     why_no_nccl,
 )
-from millstream.weights.transfer.device_memory import gpu_of
+from millstream.weights.transfer.device_memory import gpu_of, own_stream
 from millstream.weights.transfer.digests import bucket_spans
 from millstream.weights.transfer.slots import LockedSlot, lock_slot
 
@@ -186,10 +186,11 @@ class BroadcastStage(TransportStage):
         store, size = open_group_store(options.host, options.round_s), len(peers) + 1
         for rank, peer in enumerate(peers, 1):
             peer.send(RoundStart(rank=rank, size=size, port=store.port, timeout_s=options.round_s, backend=backend))
-        group = join_group(store, 0, size, backend=backend, address=options.host, timeout_s=options.round_s)
-        spans = bucket_spans(ref.num_bytes, ref.bucket_bytes)
-        buckets = (source[begin:end].to(device) for begin, end in spans)
-        broadcast_buckets(group, buckets, lambda bucket, number: None)
+        with own_stream(device):
+            group = join_group(store, 0, size, backend=backend, address=options.host, timeout_s=options.round_s)
+            spans = bucket_spans(ref.num_bytes, ref.bucket_bytes)
+            buckets = (source[begin:end].to(device) for begin, end in spans)
+            broadcast_buckets(group, buckets, lambda bucket, number: None)
         for peer in peers:
             if not isinstance(peer.receive(options.round_s), Received):
                 raise RoundFailed("expected Received")
@@ -208,7 +209,10 @@ class NcclStage(BroadcastStage):
     def __init__(self, options: StageOptions) -> None:
         device = options.buffers.device
         if why := why_no_nccl(device):
-            raise WeightsError(f'resources.weights has "nccl", and it does not work here ({why}): use "broadcast"')
+            raise WeightsError(
+                f'resources.weights has "nccl", and it does not work here ({why}): use "shared" on one node, "broadcast" '
+                "between nodes"
+            )
         if device.type == "cuda":
             self.gpu = gpu_of(torch.cuda.current_device() if device.index is None else device.index)
         super().__init__(options)

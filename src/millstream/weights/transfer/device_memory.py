@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -75,6 +76,14 @@ class DeviceBuffers:
 
     def clear(self) -> None:
         self._buffers.clear()
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """What is launched within is in a queue of the device of its own. On the default one, a decode step or a training pass that
+    is launched meanwhile would wait for a transfer, and for the processes at its other end."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def gpu_of(number: int) -> str:

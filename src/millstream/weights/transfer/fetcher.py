@@ -1,6 +1,7 @@
 """The fetcher: weights of a reference, verified bucket by bucket, unchanged until they are released.
 
-The nearest transport that the reference offers and this process can use is tried first; if it fails, the next.
+Transports are tried in the order in which the reference offers them (`resources.weights`): the first that this process can use,
+and if that fails, the next.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class WeightsFetcher:
             raise WeightsUnreachable(
                 f"version {ref.version} of node {ref.node} could not be fetched; " + "; ".join(failures)
             )
-        if ref.node == self.node and "ipc" in ref.offers:
+        if ref.node == self.node:
+            staged = f"on GPU {handle_in(ref).gpu}" if "ipc" in ref.offers else "on a GPU"
             raise WeightsUnreachable(
-                f"version {ref.version} is staged on GPU {handle_in(ref).gpu}, which this process does not see: "
-                'add "shared" to resources.weights'
+                f"version {ref.version} is staged {staged}, and this process can use none of its ways "
+                f'({", ".join(ref.offers)}): add "shared" to resources.weights'
             )
         raise WeightsUnreachable(
             f"version {ref.version} is staged on node {ref.node} for its own processes, and this is node {self.node}: "
@@ -56,5 +58,5 @@ class WeightsFetcher:
         )
 
     def ways(self, ref: WeightsRef) -> list[TransferWay]:
-        """The transports that this process can use, the nearest first."""
-        return [way for way, fetch in self._fetches.items() if way in ref.offers and fetch.can_fetch(ref)]
+        """The transports that this process can use, in the order of the reference."""
+        return [way for way in ref.offers if self._fetches[way].can_fetch(ref)]

@@ -186,10 +186,13 @@ def _check(ways: Sequence[TransferWay], bucket_bytes: int) -> None:
         raise WeightsError(f"bucket_bytes is {bucket_bytes}: expected a multiple of {ALIGNMENT}")
 
 
-def open_publisher(delivery: Delivery, *, node: str | None = None, host: str | None = None) -> WeightsPublisher:
-    """A publisher in this node's shared memory; by default under the names that a cluster has for the node."""
+def open_publisher(
+    delivery: Delivery, *, folder: Path | None = None, node: str | None = None, host: str | None = None
+) -> WeightsPublisher:
+    """A publisher in this node's shared memory, or in another `folder`; by default under the names that a cluster has for the
+    node."""
     return WeightsPublisher(
-        slot_folder(),
+        slot_folder() if folder is None else folder,
         node=own_node() if node is None else node,
         ways=delivery.ways,
         host=own_host() if host is None else host,

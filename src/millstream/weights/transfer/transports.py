@@ -1,4 +1,4 @@
-"""The table of transports, the nearest first: the order in which a fetcher tries them."""
+"""The table of transports, the nearest first."""
 
 from __future__ import annotations
 
