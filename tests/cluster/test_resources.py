@@ -92,7 +92,6 @@ def test_shares_of_every_kind_of_process_are_those_of_the_table() -> None:
         ("[resources]\nreward_gpus = 2.5", "must be whole numbers"),
         ("[resources]\nlearner_gpus = 2", "at most 1"),
         ("[resources]\ncolocate = true", "engine_gpus + learner_gpus must be above 0"),
-        ('[resources]\nweights = ["ipc"]', "which is for GPUs"),
         ("[resources]\nweights = []", "at least one way"),
         ("[resources]\npatience_s = 0", "patience_s above 0"),
         ("[resources]\nengine_cpu = 1", "engine_cpus"),
@@ -110,6 +109,9 @@ def test_a_table_that_cannot_be_meant_is_refused_in_words(text: str, says: str) 
         ("[engine]\nprocess = true", "Leave engine.process out"),
         (f'{COLOCATED}\nweights = ["ipc"]\n{TWO}', 'add "shared"'),
         ('[resources]\nengine_gpus = 1\nlearner_gpus = 1\nweights = ["ipc"]', 'add "shared"'),
+        ('[resources]\nengine_gpus = 1\nlearner_gpus = 1\nweights = ["nccl"]', 'the driver.* add "shared"'),
+        ('[resources]\nweights = ["ipc"]', 'which is for GPUs.*use "shared"'),
+        ('[resources]\nweights = ["shared", "nccl"]', 'which is for GPUs.*use "broadcast"'),
     ],
 )
 def test_combinations_that_do_not_go_together_are_refused(text: str, says: str) -> None:

@@ -48,6 +48,7 @@ from millstream.run.places import (
 )
 from millstream.run.prepare import prepare_run
 from millstream.run.sizes import choose_sizes, shape_from
+from millstream.weights.transfer import Delivery
 from support.tiny import make
 
 SEVEN_B = {
@@ -457,7 +458,7 @@ def test_a_version_is_staged_once_for_all_engines_of_a_machine() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
 def test_engines_on_the_model_s_gpu_get_versions_from_its_memory_and_the_first_weights_from_the_host() -> None:
     model = make("llama")
-    weights = LocalWeights(run().engine, model, is_on_gpu=True)
+    weights = LocalWeights(run().engine, model, lambda: Delivery(ways=("ipc",)))
     try:
         assert list(weights.first().offers) == ["shared"]
         with pytest.raises(WeightsError, match="ipc"):  # there is no GPU here

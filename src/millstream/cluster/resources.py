@@ -7,6 +7,7 @@ scorers take what is free outside of the group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Literal
 
@@ -58,10 +59,11 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     spread: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """How engines and ranks are placed on nodes: on as few as possible, or on as many; strict: only so."""
     weights: tuple[TransferWay, ...] | None = None
-    """How weights may reach engines; each engine uses the nearest: ipc (in the memory of a GPU that both use), shared (in the
-    memory of a node), nccl (from GPU to GPU, of one node or several), broadcast (to other nodes), files (in the run folder,
-    which all nodes must then see). None: ipc where engines and ranks share GPUs, shared unless all are on one GPU, and where
-    there are several nodes nccl, if both ends have GPUs, and broadcast, if nccl does not work."""
+    """How weights may reach engines that are processes, with Ray or without; each engine uses the first that works for it: ipc
+    (in the memory of a GPU that both use), shared (in the memory of a node), nccl (from GPU to GPU, of one node or several),
+    broadcast (to other nodes), files (in the run folder, which all nodes must then see). None: ipc where engines and ranks
+    share GPUs, shared unless all are on one GPU, and where there are several nodes nccl, if both ends have GPUs, and broadcast,
+    if nccl does not work."""
     patience_s: float = 300.0
     """How long a process waits for room on the cluster before that is an error."""
 
@@ -82,9 +84,6 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("learner_gpus is at most 1: a rank has one GPU; learner.ranks says how many there are")
         if self.weights is not None and (not self.weights or len(set(self.weights)) < len(self.weights)):
             raise ValueError("weights must name at least one way, and each of them once")
-        for way, instead in (("ipc", "shared"), ("nccl", "broadcast")):
-            if self.weights is not None and way in self.weights and not (self.learner_gpus or self.gpus):
-                raise ValueError(f'weights has "{way}", which is for GPUs, and learner_gpus = 0: use "{instead}"')
         is_divided = self.gpus is not None and not self.engine_gpus + self.learner_gpus
         if self.colocate and not is_divided and not 0 < self.engine_gpus + self.learner_gpus <= 1:
             raise ValueError(
@@ -153,17 +152,23 @@ def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Place
 def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_node: bool) -> tuple[TransferWay, ...]:
     """How rank 0 publishes weights. A copy in the memory of its GPU alone is enough only where every reader uses that GPU: one
     rank with its engine, and no proximal policy. Raises `ConfigError` where the config asks for that alone and it is not
-    enough."""
+    enough, and for ways that need a GPU where there is none."""
     is_on_gpu = bool(config.colocate and config.learner_gpus and config.engine_gpus)
     is_one_gpu = is_on_gpu and ranks == 1 and not has_proximal
-    if config.weights == ("ipc",) and not is_one_gpu:
+    asked = config.weights or ()
+    for way, instead in (("ipc", "shared"), ("nccl", "broadcast")):
+        if way in asked and not config.learner_gpus:
+            raise ConfigError(
+                f'resources.weights has "{way}", which is for GPUs, and resources.learner_gpus = 0: use "{instead}"'
+            )
+    if asked and not {"shared", "broadcast", "files"} & set(asked) and not ("ipc" in asked and is_one_gpu):
+        alone = 'resources.colocate = true, learner.ranks = 1 and no [proximal] table make "ipc" enough for one engine'
         raise ConfigError(
-            'resources.weights = ["ipc"] is for processes on the GPU of rank 0 alone: one engine, with resources.colocate = '
-            'true, learner.ranks = 1 and no [proximal] table. Other processes need another way: add "shared", or leave '
-            "resources.weights out"
+            f"resources.weights = {list(asked)} is in the memory of GPUs alone, and the driver, which saves the model, and "
+            f'other processes read weights as well ({alone}): add "shared", or leave resources.weights out'
         )
-    if config.weights is not None:
-        return config.weights
+    if asked:
+        return asked
     ways: list[TransferWay] = ["ipc"] if is_on_gpu else []
     if not (is_one_gpu and is_one_node):
         ways.append("shared")
@@ -196,14 +201,13 @@ def placement_lines(config: ResourcesConfig, *, replicas: int, ranks: int, has_p
     ways = ways_of(config, ranks=ranks, has_proximal=has_proximal, is_one_node=config.address == "local")
     return [
         f"{parts}{together}: {total} in all, {where[config.spread]}; {place}",
-        f"weights reach engines by {_ways_in_words(ways)}",
+        ways_in_words(ways),
     ]
 
 
-def _ways_in_words(ways: tuple[TransferWay, ...]) -> str:
-    if len(ways) == 1:
-        return ways[0]
-    return ", ".join(f"{way} {TRANSFER_WORDS[way]}" for way in ways)
+def ways_in_words(ways: Sequence[TransferWay]) -> str:
+    words = ways[0] if len(ways) == 1 else ", ".join(f"{way} {TRANSFER_WORDS[way]}" for way in ways)
+    return f"weights reach engines by {words}"
 
 
 def _count(number: int, what: str) -> str:

@@ -7,9 +7,10 @@ names a folder of this machine: a process gets the model's description and the t
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +26,13 @@ from millstream.engine.vllm.engine import VLLM_WORKER, vllm_setup
 from millstream.errors import EngineError, WeightsError
 from millstream.events import EventSink
 from millstream.model.load import context_length, model_weights
-from millstream.rpc.process import Launcher, own_node
+from millstream.rpc.process import Launcher
 from millstream.types import Weights
-from millstream.weights.base import TransferWay
-from millstream.weights.transfer import WeightsRef
+from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.cached_ref import CachedRef
-from millstream.weights.transfer.publisher import WeightsPublisher, slot_folder
+from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher, slot_folder
 
-HOST_WAYS: Sequence[TransferWay] = ("shared",)
-SAME_GPU_WAYS: Sequence[TransferWay] = ("ipc",)
+SHARED = Delivery(ways=("shared",))
 
 
 class EngineSupply(NamedTuple):
@@ -89,12 +88,14 @@ def process_engine(
 
 class LocalWeights:
     """Weights of this process for engines on this machine: each version is staged once, however many engines fetch it.
-    `is_on_gpu`: the engines are on the model's GPU, and fetch versions from its memory; the first weights come from the
-    host's."""
+    `find_delivery`: how versions are published, asked before the first; what engines begin with is in the host's memory."""
 
-    def __init__(self, config: EngineConfig, model: PreTrainedModel, *, is_on_gpu: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, model: PreTrainedModel, find_delivery: Callable[[], Delivery] = lambda: SHARED
+    ) -> None:
         self._model = model
-        self._ways = SAME_GPU_WAYS if is_on_gpu else HOST_WAYS
+        self._find_delivery = find_delivery
+        self._files = ""
         self._is_vllm = config.kind == "vllm"
         self._place = (config.vllm or VllmConfig()).weights if self._is_vllm else "shared"
         self._beginning = CachedRef(self._open)
@@ -102,11 +103,10 @@ class LocalWeights:
         self._newest: tuple[int, Weights, WeightsRef] | None = None
         self._lock = threading.Lock()
 
-    def _open(self, ways: Sequence[TransferWay] = HOST_WAYS) -> WeightsPublisher:
-        """Files that engines map and verify: in shared memory, or in the folder for temporary files."""
+    def _open(self, delivery: Delivery = SHARED) -> WeightsPublisher:
+        """With slots in shared memory, or in the folder for temporary files."""
         temporary = Path(tempfile.gettempdir()) / f"millstream-weights-files-{os.getuid()}"
-        folder = slot_folder() if self._place == "shared" else temporary
-        return WeightsPublisher(folder, node=own_node(), ways=ways)
+        return open_publisher(delivery, folder=slot_folder() if self._place == "shared" else temporary)
 
     def first(self) -> WeightsRef:
         """Of the model as it is now."""
@@ -120,7 +120,10 @@ class LocalWeights:
         with self._lock:
             newest = self._newest
             if newest is None or newest[0] != version or newest[1] is not weights:
-                self._publisher = self._publisher or self._open(self._ways)
+                if self._publisher is None:
+                    delivery = self._find_delivery()
+                    self._files = delivery.files or ""
+                    self._publisher = self._open(delivery)
                 newest = self._newest = (version, weights, self._publisher.put(version, weights.items()))
             return newest[2]
 
@@ -129,3 +132,5 @@ class LocalWeights:
         self._beginning.close()
         if self._publisher is not None:
             self._publisher.close()
+        if self._files:
+            shutil.rmtree(self._files, ignore_errors=True)

@@ -31,7 +31,7 @@ from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines
 from millstream.run.outside import build_outside_engine
-from millstream.run.places import Places
+from millstream.run.places import Places, local_ways
 from millstream.run.rollout_worker import plan_workers
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
@@ -40,6 +40,7 @@ from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
+from millstream.weights.transfer import Delivery
 
 PROGRAMS = "the engines are programs outside, which connect to the run: start as many as you like"
 SERVERS = (
@@ -227,6 +228,7 @@ class LocalEngines:
     """Makes engines of this machine, by name."""
 
     def __init__(self, config: RunConfig, context: BackendContext, places: Places) -> None:
+        self._run_config = config
         self._config = scheduled_engine(config)
         self._has_lines = uses_lines(config)
         self._context = context
@@ -255,10 +257,10 @@ class LocalEngines:
         """Engines on GPUs of their own always are."""
         return bool(self._places.engines) or build.has_process(self._config, self._context.model)
 
-    @property
-    def _shares_gpu(self) -> bool:
-        """Whether our own engines are processes on the GPU of the model."""
-        return self._config.kind == "torch" and self._context.model.device.type == "cuda" and not self._places.engines
+    def _delivery(self) -> Delivery:
+        model, folder = self._context.model, self._context.folder
+        ways = local_ways(self._run_config, self._places, is_gpu=model.device.type == "cuda")
+        return Delivery(ways=ways, files=str((folder / "weights").absolute()) if "files" in ways else None)
 
     def _supply(self, name: str) -> EngineSupply:
         """Raises `EngineError` where there is no GPU for one more engine, `ConfigError` where it cannot run here."""
@@ -267,7 +269,7 @@ class LocalEngines:
         with self._lock:
             self._names += [name] if name not in self._names else []
             environment = self._places.environment(name, self._names)
-            self._weights = self._weights or LocalWeights(config, model, is_on_gpu=self._shares_gpu)
+            self._weights = self._weights or LocalWeights(config, model, self._delivery)
         is_warm = config.kind == "torch" and model.device.type == "cpu"
         launcher = LocalLauncher(is_warm=is_warm, environment_of=lambda _: environment)
         return EngineSupply(

@@ -129,7 +129,7 @@ def _surroundings(config: RunConfig, sim: SimConfig, seen: Seen) -> Iterator[Tri
         def sooner(sim: SimConfig) -> SimConfig:
             return structs.replace(sim, publish_s=sim.publish_s / 2, load_s=sim.load_s / 2)
 
-        note = 'learner.lora sends adapters only; resources.weights (runtime = "ray") says how weights are sent'
+        note = "learner.lora sends adapters only; resources.weights says how weights are sent"
         yield TriedChange(words="weights that arrive in half the time", costs=sooner, note=note)
     if seen.filtered > MATTERS and environment.no_signal:
         yield _with_environment("no prompts that are always or never solved", no_signal=0.0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from millstream.algo import advantage_of, check_algorithm, needs_critic, reads_proximal
-from millstream.cluster.resources import ResourcesConfig, placement_lines
+from millstream.cluster.resources import ResourcesConfig, placement_lines, ways_in_words
 from millstream.config import to_toml
 from millstream.engine.vllm.config import VllmConfig, check_args, check_installed, is_installed
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, check_environments
@@ -34,10 +34,10 @@ from millstream.run.check_machine import PlayedTasks, check_answers, checked_dis
 from millstream.run.check_outside import check_outside, checked_outside
 from millstream.run.check_workers import check_workers
 from millstream.run.config import RunConfig, server_token, weight_ways
-from millstream.run.device import find_shape, heads_of
+from millstream.run.device import find_device, find_shape, heads_of
 from millstream.run.folder import check_free
 from millstream.run.own_parts import check_own_parts, checked_own_parts
-from millstream.run.places import Machine, check_heads, check_model_fits, place, placed_bundles
+from millstream.run.places import Machine, check_heads, check_model_fits, local_ways, place, placed_bundles
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
 
@@ -257,20 +257,18 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_resources(config: RunConfig) -> None:
     if config.runtime == "local":
-        if structs.replace(config.resources, gpus=None) != ResourcesConfig():
+        if structs.replace(config.resources, gpus=None, weights=None) != ResourcesConfig():
             raise ConfigError(
-                'a [resources] table with other keys than gpus, and runtime = "local": set runtime = "ray", or leave the table '
-                "out (--set resources=)"
+                'a [resources] table with other keys than gpus and weights, and runtime = "local": set runtime = "ray", or '
+                "leave the table out (--set resources=)"
             )
+        if config.resources.weights is not None:
+            _check_one_place_of_weights(config)
         return
     placed, _ = place(config, None)
     placed_bundles(placed)
     weight_ways(placed, is_one_node=config.resources.address == "local")
-    if (config.engine.vllm or VllmConfig()).weights == "file":
-        raise ConfigError(
-            'engine.vllm.weights = "file" with runtime = "ray": resources.weights says how weights reach engines there. Leave '
-            "engine.vllm.weights out"
-        )
+    _check_one_place_of_weights(config)
     if config.engine.process is not None:
         raise ConfigError(
             'engine.process with runtime = "ray": every engine has a process there. Leave engine.process out'
@@ -286,6 +284,14 @@ def _check_resources(config: RunConfig) -> None:
                 f'{key}.device = "{table.device}" with runtime = "ray": resources.stage_gpus says whether the reference, the '
                 f"critic and the proximal policy have a GPU. Leave {key}.device out"
             )
+
+
+def _check_one_place_of_weights(config: RunConfig) -> None:
+    if (config.engine.vllm or VllmConfig()).weights == "file":
+        raise ConfigError(
+            'engine.vllm.weights = "file", and resources.weights says how weights reach engines, with runtime = "ray" also '
+            "where it is left out: leave engine.vllm.weights out"
+        )
 
 
 def _check_steps(config: RunConfig) -> None:
@@ -462,6 +468,9 @@ def _checked_places(machine: Machine | None, config: RunConfig) -> Iterator[str]
         check_model_fits(placed, machine, find_shape(config))
     if config.runtime != "ray":
         yield from [f"checked: {places.words()}"] if places.words() else []
+        if machine is not None and (places.engines or config.resources.weights is not None):
+            ways = local_ways(placed, places, is_gpu=find_device(config, machine).is_gpu)
+            yield f"checked: {ways_in_words(ways)}"
         return
     lines = placement_lines(
         placed.resources,

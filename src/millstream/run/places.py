@@ -27,6 +27,7 @@ from millstream.rpc.process import engine_names
 from millstream.run.config import RunConfig
 from millstream.run.roofline import parse_gpus
 from millstream.run.sizes import Memory, ModelDevice, ModelShape, choose_dtype
+from millstream.weights import TransferWay
 
 ALONE_MEMORY = 0.9  # of a GPU that one vLLM has to itself
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -164,6 +165,42 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
     share = ALONE_MEMORY / -(-num // len(groups))
     places = Places(ranks=learner, engines=engines, spare=groups[num:])
     return structs.replace(config, engine=_with(engine, num, share)), places
+
+
+def local_ways(config: RunConfig, places: Places, *, is_gpu: bool) -> tuple[TransferWay, ...]:
+    """How weights reach engines that are processes of this machine. `is_gpu`: whether the learner is on one. By default through
+    the host's memory, or that of the GPU that both are on: from one GPU to another has not been measured. Raises `ConfigError`
+    for a way that cannot be used here."""
+    asked, engine = config.resources.weights, config.engine
+    is_one_gpu = is_gpu and not places.engines
+    if asked is None:
+        return ("ipc",) if is_one_gpu and engine.kind == "torch" else ("shared",)
+    if not is_gpu and (needing := [way for way in asked if way in ("ipc", "nccl")]):
+        raise ConfigError(
+            f'resources.weights has "{needing[0]}", which is for GPUs, and the run has none: use "shared"'
+        )
+    if not places.engines and engine.kind != "vllm" and not (engine.kind == "torch" and engine.process):
+        to_type = "set engine.process = true" if engine.kind == "torch" else "leave it out"
+        raise ConfigError(
+            "resources.weights says how weights reach processes of engines that the run starts, and here it need not start "
+            f"any: {to_type}"
+        )
+    if "ipc" in asked and not is_one_gpu:
+        raise ConfigError(
+            'resources.weights has "ipc", for processes on one GPU, and engines are on other GPUs than the learner: use "nccl" '
+            'or "shared"'
+        )
+    if "nccl" in asked and is_one_gpu:
+        raise ConfigError(
+            'resources.weights has "nccl", from one GPU to another, and engine and learner are on the same one: use "ipc" or '
+            '"shared"'
+        )
+    if asked == ("nccl",) and config.learner.ranks > 1:
+        raise ConfigError(
+            f'resources.weights = ["nccl"] with learner.ranks = {config.learner.ranks}: ranks write weights into the host\'s '
+            'memory, from which they are sent: set it to ["nccl", "shared"]'
+        )
+    return asked
 
 
 def _scorer_gpus(config: RunConfig) -> set[int]:

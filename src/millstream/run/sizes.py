@@ -164,13 +164,14 @@ def choose_sizes(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
 def _fitted_apart(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float, engine_bytes: float) -> Sizes:
     """The learner has its GPU to itself, and so has each engine, or its share of one."""
     engine, tokens, gigabytes, slots = config.engine, plain.micro_batch_tokens, plain.cache_gb, plain.slots
+    learner = memory.learner + memory.staged
     if config.learner.micro_batch_tokens == "auto":
-        tokens = memory.largest_pass(USABLE * free_bytes - memory.learner)
+        tokens = memory.largest_pass(USABLE * free_bytes - learner)
     if engine.kind == "torch" and engine.cache != "slots" and gigabytes is None:
         left = USABLE * engine_bytes - memory.whole - memory.decoding(slots)
         gigabytes = max(_round_down(min(memory.cache_for(slots), left) / 1e9), _least_cache(memory))
         slots = _slots_for(gigabytes, memory, slots) if engine.slots == "auto" else slots
-    needed = memory.learner + memory.pass_bytes(tokens)
+    needed = learner + memory.pass_bytes(tokens)
     return structs.replace(
         plain,
         slots=slots,
@@ -308,6 +309,8 @@ class Memory:
         self.engine = self._bytes * shape.trained if config.engine.kind == "torch" else 0.0  # weights of one
         self.whole = self._bytes * shape.parameters  # weights of one on a GPU of its own
         self.learner = self._learner(config)
+        is_staged = config.resources.weights == ("nccl",)  # with other ways, versions are staged in the host's memory
+        self.staged = NUM_STAGED * self._bytes * shape.trained if is_staged else 0.0  # for engines on other GPUs
         self.fixed = self.learner + config.engine.num_replicas * self.engine
 
     def processes(self, replicas: int) -> float:

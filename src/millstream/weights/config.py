@@ -15,8 +15,8 @@ class WeightsConfig(Struct, frozen=True, kw_only=True):
     """The weight channel of a run: the learner publishes versions to it, and engines fetch the newest."""
 
     kind: str = AUTO_CHANNEL
-    """auto: in the driver's memory; with runtime = "ray", as resources.weights says. Or a channel of your own: file.py:Name
-    (docs/parts.md)."""
+    """auto: in the driver's memory, or with runtime = "ray" in that of rank 0; resources.weights says how other processes get
+    them. Or a channel of your own: file.py:Name (docs/parts.md)."""
     args: dict[str, Any] = {}
     """Keyword arguments of a channel of your own."""
 
