@@ -257,6 +257,9 @@ def test_engines_beside_other_ranks_than_the_first_have_a_way_to_its_weights() -
     site = site_of(two)
     assert site._delivery(is_of_rank=True).ways == ("ipc", "shared")
     assert site._delivery(is_of_rank=False).ways == ("shared",)
+    asked = structs.replace(two, resources=structs.replace(shared_gpus, weights=("nccl", "shared")))
+    assert site_of(asked)._delivery(is_of_rank=True).ways == ("nccl", "shared")
+    assert site_of(asked)._delivery(is_of_rank=False).ways == ("shared", "broadcast"), "the driver is on no GPU"
     alone = site_of(structs.replace(CONFIG, resources=shared_gpus))
     assert alone._delivery(is_of_rank=True).ways == ("ipc",)
     assert site_of(two, is_on_loopback=False)._delivery(is_of_rank=True).ways == ("ipc", "shared", "nccl", "broadcast")

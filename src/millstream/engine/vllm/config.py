@@ -55,8 +55,8 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     """Whether a prefix that prompts share is computed once. Keys and values of older weights are never shared."""
     weights: Literal["shared", "file"] = "shared"
-    """How weights reach vLLM's workers on one machine without Ray: through shared memory, or through a file in the folder for
-    temporary files, for a machine whose shared memory is too small."""
+    """How weights reach vLLM's workers on one machine without Ray, unless resources.weights says it: through shared memory, or
+    through a file in the folder for temporary files, for a machine whose shared memory is too small."""
     args: dict[str, Any] = field(default_factory=dict)
     """More arguments of vLLM's engine, by its own names: { quantization = "fp8" }, say. Those that a run sets are refused."""
 
