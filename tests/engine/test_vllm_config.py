@@ -296,7 +296,7 @@ def test_each_version_of_adapters_is_merged_with_the_weights_of_the_beginning_an
             adapter.data.normal_(std=0.05)
         begins = number == 0
         publisher, version = published(number, model_weights(model) if begins else trained_weights(model))
-        assert fetched(worker, version) == "null\n"
+        assert fetched(worker, version) == f'"{way}"\n'
         if begins:
             worker.millstream_begin(1.5)
         else:

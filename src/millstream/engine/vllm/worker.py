@@ -251,9 +251,9 @@ class VllmWorker:
             expected = {(name, shape) for name, shape in expected if is_adapter(name)}
         if differing := found ^ expected:
             raise EngineError(f"the weights do not fit: {sorted({name for name, _ in differing})[:4]}")
-        self._fetch(ref)
+        return self._fetch(ref)
 
-    def _fetch(self, ref: WeightsRef) -> None:
+    def _fetch(self, ref: WeightsRef) -> str:
         assert self._loop is not None and self._fetched is not None, "it has started"
         arguments = (msgspec.json.encode(ref).decode(), _path_of(self._fetched_pipe[1]))
         fetching = self._llm.collective_rpc("millstream_fetch", args=arguments)
