@@ -59,6 +59,12 @@ def test_the_simulated_seconds_and_lags_of_max_lag_are_those_of_the_simulator() 
         assert (seconds, mean) == (f"{summary['seconds']:.1f}", f"{summary['lag_mean']:.2f}")
 
 
+def test_the_readme_and_the_makefile_name_the_python_versions_of_the_package() -> None:
+    versions = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    named = f"Python {', '.join(versions[:-1])} or {versions[-1]}"
+    assert all(named in (ROOT / file).read_text() for file in ("README.md", "Makefile"))
+
+
 def test_every_recipe_is_on_the_page_of_recipes() -> None:
     text = page("recipes")
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
