@@ -27,7 +27,7 @@ from internals_torch import (
     prepare_run,
 )
 from millstream import RunConfig
-from millstream.types import Completion, Finish, Request, Weights
+from millstream.types import Completion, Finish, Request, Task, Weights
 
 
 class HeldOutAnswer(Struct, frozen=True, kw_only=True):
@@ -133,9 +133,12 @@ class Measurer:
 
 
 @asynccontextmanager
-async def measurer(config: RunConfig) -> AsyncIterator[Measurer]:
-    """With the config's model in an engine on a thread."""
+async def measurer(config: RunConfig, held_out: Sequence[Task] | None = None) -> AsyncIterator[Measurer]:
+    """With the config's model in an engine on a thread. `held_out`: other tasks than those of the config."""
     prepared = prepare_run(structs.replace(config, engine=structs.replace(config.engine, process=False)))
+    if held_out is not None:
+        data = structs.replace(prepared.data, held_out=tuple(held_out))
+        prepared = structs.replace(prepared, data=data)
     engine = build_engine(
         prepared.config.engine, prepared.model, clock=RealClock(), sink=MemorySink(), tokenizer=prepared.tokenizer
     )
@@ -157,11 +160,13 @@ def measure_configs(configs: Mapping[str, RunConfig]) -> dict[str, HeldOut]:
     return asyncio.run(measure())
 
 
-def measure_versions(config: RunConfig, versions: Mapping[int, Weights]) -> dict[int, HeldOut]:
-    """The config's model as it is, which is version 0, and with each of these weights, one after the other."""
+def measure_versions(
+    config: RunConfig, held_out: Sequence[Task], versions: Mapping[int, Weights]
+) -> dict[int, HeldOut]:
+    """The config's model as it is, which is version 0, and with each of these weights, one after the other, on these tasks."""
 
     async def measure() -> dict[int, HeldOut]:
-        async with measurer(config) as measuring:
+        async with measurer(config, held_out) as measuring:
             found = {0: await measuring.measure()}
             for number, (version, weights) in enumerate(sorted(versions.items()), start=1):
                 await measuring.load(number, weights)

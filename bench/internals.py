@@ -26,8 +26,9 @@ from millstream.config import load
 from millstream.dash.tiles import RunTiles
 from millstream.engine import Engine
 from millstream.env import Context, Environment
-from millstream.env.data import in_order, read
+from millstream.env.data import DataSet, in_order, read
 from millstream.env.games.frozen_lake import FrozenLake
+from millstream.env.resolve import find_environment, make_tasks
 from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, prepare_rewards
 from millstream.env.sandbox.base import Limits
 from millstream.env.sandbox.config import SandboxConfig
@@ -105,11 +106,15 @@ def recipe(name: str, *changes: str, is_smoke: bool = False) -> RunConfig:
     return load(ROOT / f"recipes/{name}.toml", RunConfig, [*(TINY if is_smoke else ()), *changes])
 
 
+def data_of(config: RunConfig) -> DataSet:
+    """The tasks of a config, as a run reads them."""
+    kinds = [find_environment(one) for one in config.environment]
+    return read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
+
+
 def first_epoch(config: RunConfig) -> list[Task]:
     """The training tasks of a config in the order in which a run uses them first."""
-    data = check_config(config).data
-    assert data is not None, "a data set of the hub is not read here"
-    tasks = data.train
+    tasks = data_of(config).train
     return [task for _, task in islice(in_order(tasks, seed=config.seed, shuffle=config.data.shuffle), len(tasks))]
 
 

@@ -142,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 seconds=options.seconds,
                 points=options.points,
                 trl_seconds=options.trl_seconds,
+                is_split_by_prompt=True,
             )
             cells = missing(options.file, settings, options.modes.split(","), options.seeds)
             trl: dict[str, Any] = {"trl_python": options.trl_python, "trl_changes": options.trl_set}
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         case _ if options.smoke:
             with tempfile.TemporaryDirectory() as folder:
                 settings, file = (
-                    TimedSettings(recipe="demo", changes=SMOKE, seconds=0.5, points=2),
+                    TimedSettings(recipe="demo", changes=SMOKE, seconds=0.5, points=2, is_split_by_prompt=True),
                     Path(folder) / "cells",
                 )
                 cells = missing(file, settings, ("barrier", "2"), [0])

@@ -137,6 +137,7 @@ def in_words(results: Results) -> str:
     counts = [len(of_mode(results, mode)) for mode in modes_in(results)]
     trl_seconds = any_one.settings.trl_seconds
     trl = f" (TRL: {trl_seconds:.0f} s)" if trl_seconds is not None and of_mode(results, TRL) else ""
+    also = "" if any_one.settings.is_split_by_prompt else " (their prompts are trained, too, where tasks repeat)"
     interval = "Student's over the seeds where there are several, else normal over the held-out tasks"
     if max(counts) == 1:
         interval = "normal, over the held-out tasks of one seed"
@@ -144,7 +145,7 @@ def in_words(results: Results) -> str:
         interval = "Student's, over the seeds"
     return (
         f"`recipes/{any_one.settings.recipe}.toml`, {any_one.settings.seconds:.0f} s of training a run{trl}, "
-        f"{any_one.held_out} held-out tasks, {any_one.device}, {min(one.at for one in results.values())[:10]}. "
+        f"{any_one.held_out} held-out tasks{also}, {any_one.device}, {min(one.at for one in results.values())[:10]}. "
         f"Accuracy is the share of tasks solved, sampled; at the end, the mean of the last {LAST_POINTS} points. 95% "
         f"intervals: {interval}. Rollouts have {min(lengths):.0f} to {max(lengths):.0f} tokens on average. A run took "
         f"{statistics.mean(one.start_s for one in results.values()):.0f} s before and after training, and "

@@ -26,7 +26,8 @@ from internals import first_epoch
 from internals_torch import TokenizerText, device_name, load_tokenizer
 from millstream import RunConfig
 from report import ROOT, say
-from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, base_config, measured_config
+from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, base_config
+from time_to_quality_data import split_by_prompt
 from vs_trl import same_as_ours, without_start_up
 
 TRL = "trl"
@@ -51,8 +52,8 @@ def run_trl(
 ) -> TimedResult:
     """`changes` of GRPOConfig, as KEY=JSON. Raises `subprocess.CalledProcessError` if TRL fails; its last words are shown."""
     began = time.monotonic()
-    config = base_config(config)
     folder.mkdir(exist_ok=True)
+    config, held_out = split_by_prompt(base_config(config), folder)
     job = job_of(settings, config, folder, changes)
     (folder / "job.json").write_text(json.dumps(job))
     torch.cuda.empty_cache()  # what earlier cells left on the GPU
@@ -61,7 +62,7 @@ def run_trl(
     ends = in_time(without_start_up(result["step_ends"], 1), seconds_of_trl(settings))
     trained_s = time.monotonic()
     weights = {step: load_file(folder / f"step-{step}.safetensors") for step in result["kept"] if step <= len(ends)}
-    found = measure_versions(measured_config(config), weights)
+    found = measure_versions(config, held_out, weights)
     rollouts = config.pipeline.groups_per_step * config.rollout.group_size
     return TimedResult(
         settings=settings,
@@ -107,13 +108,13 @@ def job_of(settings: TimedSettings, config: RunConfig, folder: Path, changes: Se
     chosen = {"per_device_train_batch_size": rollouts} | device | dict(map(changed, changes))
     pieces = rollouts // chosen["per_device_train_batch_size"]
     records, longest = records_of(config)
-    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "trl.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if "use_vllm" in chosen:
         chosen = {"vllm_max_model_length": longest + config.rollout.max_tokens, **chosen}
     return {
         "folder": str(folder),
         "model": config.model.path,
-        "data": str(folder / "train.jsonl"),
+        "data": str(folder / "trl.jsonl"),
         "environment": [structs.asdict(one) for one in config.environment],
         "keep_every_s": seconds_of_trl(settings) / settings.points,
         "limit_s": seconds_of_trl(settings),

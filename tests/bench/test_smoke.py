@@ -39,6 +39,7 @@ PARTS = {
     "store_nodes_ray",
     "store_sides",
     "time_to_quality_cells",
+    "time_to_quality_data",
     "time_to_quality_report",
     "time_to_quality_trl",
     "trl_side",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ import run_parts
 import time_to_quality
 from curves import Point
 from held_out import measure_configs
-from internals import audit, recipe
-from millstream import RunConfig, train
+from internals import audit, first_epoch, recipe
+from millstream import DataConfig, RunConfig, train
 from millstream.env.config import EnvironmentConfig
 from millstream.env.resolve import find_environment, make_tasks
 from millstream.events import RolloutEnded, Span, Stepped
 from millstream.events.sinks import MemorySink
+from millstream.types import Task
 from modes import BARRIER, in_mode
 from task_survey import small, steps_of_sum
 from time_to_quality import SMOKE, config_of, missing, run, seeds_of
 from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, add_result, base_config, read_results, run_cell
+from time_to_quality_data import split_by_prompt
 from time_to_quality_report import difference, in_words, json_rows, table
 from time_to_quality_trl import in_time, job_of, seconds_of_trl
 
@@ -96,6 +99,36 @@ def test_modes_differ_in_the_lag_and_the_advantage_of_the_barrier_alone() -> Non
     assert replace(two, pipeline=config.pipeline) == config
     assert barrier.algorithm.loss == config.algorithm.loss
     assert replace(barrier, pipeline=config.pipeline, algorithm=config.algorithm) == config
+
+
+# ---- the split of tasks ----------------------------------------------------------------------------------------------------
+
+
+def prompts_of(tasks: Iterable[Task]) -> set[Any]:
+    return {task.prompt for task in tasks}
+
+
+def test_no_prompt_is_both_trained_and_held_out_however_often_it_occurs(tmp_path: Path) -> None:
+    records = [{"prompt": f"{number % 10}>", "answer": str(number % 10)} for number in range(100)]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = replace(tiny(), data=DataConfig(path=str(tmp_path / "all.jsonl"), holdout=15))
+    found = split_by_prompt(config, tmp_path)
+    trained = first_epoch(found.config)
+    assert len(found.held_out) == 15 and len(prompts_of(found.held_out)) == 2 and len(trained) == 80
+    assert not prompts_of(found.held_out) & prompts_of(trained)
+    assert split_by_prompt(config, tmp_path).held_out == found.held_out
+    assert split_by_prompt(replace(config, seed=1), tmp_path).held_out != found.held_out
+
+
+def test_no_sum_of_smollm2_is_both_trained_and_held_out(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    config = recipe("smollm2", "data.size=4000")
+    found, before = split_by_prompt(config, tmp_path), first_epoch(config)
+    trained = first_epoch(found.config)
+    assert not prompts_of(found.held_out) & prompts_of(trained)
+    assert prompts_of(found.held_out) & prompts_of(before), "without the split, some of them would be trained"
+    assert len(found.held_out) == 512 and len(trained) > 0.7 * len(before)
+    assert trained[0].data.keys() >= {"source", "seed", "index"}
 
 
 # ---- cells ---------------------------------------------------------------------------------------------------------------
@@ -198,7 +231,7 @@ def test_trl_gets_the_same_prompts_in_the_same_order_and_the_same_loss(tmp_path:
     train(replace(config, run_dir=str(tmp_path / "run"), pipeline=replace(config.pipeline, steps=1)))
     config = replace(config, model=replace(config.model, tiny=None, path=str(tmp_path / "run/model")))
     job: dict[str, Any] = job_of(SETTINGS, config, tmp_path, ["temperature=0.9"])
-    records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "trl.jsonl").read_text().splitlines()]
     assert len(records) == 56 and records[0].keys() >= {"prompt", "answer"}
     assert job["config"]["num_generations"] == 2 and job["config"]["learning_rate"] == config.learner.learning_rate
     assert job["config"]["temperature"] == 0.9 and job["keep_every_s"] == 25.0 and job["limit_s"] == 100.0
