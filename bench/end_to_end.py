@@ -6,10 +6,12 @@ and log-normal lengths, agents whose environments take their time, and short equ
 costs of its engine and learner are measured, alone and beside each other: with them the step model (`bench/step_model.py`) says
 what a cell should take.
 
+All modes of a load measure the same steps after the same warm-up. Ratios are over the steps that both cells have measured.
+
 Results are appended to FOLDER/results.jsonl as they come. A later call adds cells; the table, the rows and the picture
 (FOLDER/timeline.svg) are of all that is there. Cells that were not measured are printed as such.
 
-    .venv/bin/python bench/end_to_end.py [--json] [--smoke] [--cells '474M-geometric-64/*,short/2'] [--seconds 20]
+    .venv/bin/python bench/end_to_end.py [--json] [--smoke] [--cells '474M-geometric-64/*,short/2'] [--steps 8]
     .venv/bin/python bench/end_to_end.py --list             # the cells, and which of them are measured by default
     .venv/bin/python bench/end_to_end.py --set engine.slots=256 --folder runs/fewer-slots
 """
@@ -17,6 +19,7 @@ Results are appended to FOLDER/results.jsonl as they come. A later call adds cel
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from end_to_end_cells import MODES, Budget, Failed, NotMeasured, Sources, config_of, device_bytes, run_cell
 from end_to_end_costs import ON_GPU, SMOKE, free_memory, make_model, measure_costs
@@ -65,14 +69,27 @@ def chosen(patterns: str, workloads: dict[str, Workload]) -> list[CellKey]:
     return found
 
 
+def with_steps(workloads: dict[str, Workload], steps: int | None, warm_steps: int | None) -> dict[str, Workload]:
+    """With other numbers of steps, where they are given."""
+    given = {"steps": steps, "warm_steps": warm_steps}
+    changes = {name: number for name, number in given.items() if number is not None}
+    return {name: structs.replace(workload, **changes) for name, workload in workloads.items()}
+
+
+def check_warm_steps(wanted: Sequence[CellKey], workloads: dict[str, Workload]) -> None:
+    """Raises `SystemExit` if a mode would be measured before its first groups are gone."""
+    for name, mode in wanted:
+        if (needed := 2 + math.ceil(MODES[mode].max_lag)) > (found := workloads[name].warm_steps):
+            raise SystemExit(f"{name}/{mode}: {found} warm-up steps, expected at least {needed}: --warm-steps {needed}")
+
+
 def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: argparse.Namespace) -> None:
     """Each result is in the file before the next cell starts. A cell that fails is recorded, and the others are measured."""
     results = options.folder / "results.jsonl"
     known = dict(read_records(results).costs)
     for name, mode in wanted:
         workload = workloads[name]
-        seconds = options.seconds if workload.seconds is None else workload.seconds
-        budget = Budget(seconds=seconds, min_steps=options.steps, limit_s=options.limit)
+        budget = Budget(seconds=0.0, min_steps=workload.steps, limit_s=options.limit)
         model = make_model(workload.shape, workload.context, options.folder)
         sources = Sources(model=model, prompts=write_prompts(workload, options.folder))
         with tempfile.TemporaryDirectory() as scratch:
@@ -96,8 +113,8 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
                     keep_run(Path(scratch) / "run", options.folder / f"{name}-{mode}")
                 say(
                     f"{name}/{mode}: {len(result.steps_s)} steps of {result.step_s:.2f} s, {result.rollouts_per_s:.1f} "
-                    f"rollouts/s, {result.tokens_per_s:,.0f} tokens/s, lag {result.lag_mean:.2f}, {result.memory_gib:.0f} GiB "
-                    f"({result.seconds:.0f} s in all)"
+                    f"rollouts/s, {result.tokens_per_s:,.0f} tokens/s generated, lag {result.lag_mean:.2f}, "
+                    f"{result.memory_gib:.0f} GiB ({result.seconds:.0f} s in all)"
                 )
         free_memory()
         if torch.cuda.is_available():
@@ -116,15 +133,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--cells", REQUIRED, smoke=SMOKE_CELLS, help="patterns, by comma; empty: print what is there")
     parser.add("--folder", Path("runs/end-to-end"), help="of models, results and the picture")
-    parser.add("--seconds", 20.0, smoke=0.0, help="measured of a cell, after its warm-up")
-    parser.add("--steps", 2, smoke=2, help="measured of a cell at least")
+    parser.add_argument("--steps", type=int, help="measured of every cell; the default is the load's")
+    parser.add_argument(
+        "--warm-steps", type=int, help="before them: at least two more than max_lag. The default is the load's"
+    )
     parser.add("--costs", "474M,1.7B", smoke="tiny", help="shapes whose costs are measured, by comma")
-    parser.add("--limit", 150.0, smoke=60.0, help="seconds after which a cell ends with what it has")
+    parser.add("--limit", 300.0, smoke=60.0, help="seconds after which a cell ends with what it has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of every cell")
     parser.add_argument("--keep-runs", action="store_true", help="keep the events of every cell, in FOLDER/CELL")
     parser.add_argument("--list", action="store_true", help="print all cells")
     options = parser.parse(argv)
-    workloads = SMOKE_WORKLOADS if options.smoke else WORKLOADS
+    workloads = with_steps(SMOKE_WORKLOADS if options.smoke else WORKLOADS, options.steps, options.warm_steps)
     if options.list:
         required = chosen(REQUIRED, WORKLOADS)
         print("\n".join(f"{'/'.join(key)}{'  (default)' if key in required else ''}" for key in cells(WORKLOADS)))
@@ -132,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if options.smoke:
             options.folder = Path(scratch)
-        measure(chosen(options.cells, workloads), workloads, options)
+        wanted = chosen(options.cells, workloads)
+        check_warm_steps(wanted, workloads)
+        measure(wanted, workloads, options)
         found = read_records(options.folder / "results.jsonl")
         everything = cells(workloads)
         shown = [found.cells[key] for key in (everything if options.smoke else SHOWN) if key in found.cells]

@@ -5,8 +5,8 @@ are published, then the next batch starts. It is `max_lag = 0` with an advantage
 deviation), so that no row is trained before the last rollout has ended. Nothing else differs from the other modes: the same
 engine, learner, loss and settings, no lockstep, every rollout continues on its own.
 
-A cell is a run without checkpoints that is stopped by SIGTERM when it was measured for long enough. Measured is from the end of
-the warm-up steps to the end of the last step.
+A cell is a run without checkpoints that is stopped by SIGTERM after its last measured step. All modes of a load have the same
+warm-up steps and measure the same steps after them: from the end of the warm-up to the end of the last one.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ class Result(Struct, frozen=True, kw_only=True, tag="cell"):
     engine_share: float
     learner_share: float
     """Of the wall time, in which the component had work, as the run's spans say."""
-    trained_tokens: int
+    step_rollouts: list[int]
+    """Trained in each of all steps."""
+    step_tokens: list[int]
+    """Trained in each of all steps."""
     lag_mean: float
     lag_max: int
     memory_gib: float
@@ -151,12 +154,27 @@ class Result(Struct, frozen=True, kw_only=True, tag="cell"):
         return np.diff(self.step_ends[self.warm_steps - 1 :]).tolist()
 
     @property
+    def measured_steps(self) -> range:
+        """Their numbers, from 0 on."""
+        return range(self.warm_steps, len(self.step_ends))
+
+    @property
     def wall_s(self) -> float:
-        return self.step_ends[-1] - self.step_ends[self.warm_steps - 1]
+        return self.wall_s_of(self.measured_steps)
 
     @property
     def step_s(self) -> float:
         return self.wall_s / max(1, len(self.steps_s))
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        return sum(self.step_tokens[self.warm_steps :]) / self.wall_s
+
+    def wall_s_of(self, steps: range) -> float:
+        return self.step_ends[steps[-1]] - self.step_ends[steps[0] - 1]
+
+    def rollouts_per_s_of(self, steps: range) -> float:
+        return sum(self.step_rollouts[number] for number in steps) / self.wall_s_of(steps)
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
@@ -169,11 +187,6 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
 
 class NotMeasured(Exception):
     """A cell whose run was over before a step was measured."""
-
-
-def warm_steps_of(workload: Workload, mode: Mode) -> int:
-    """The groups of the first steps have all started at once, with the first weights."""
-    return 2 + math.ceil(mode.max_lag) if workload.warm_steps is None else workload.warm_steps
 
 
 def config_of(
@@ -271,14 +284,13 @@ def run_cell(
     settings: Sequence[str],
     sinks: Sequence[EventSink] = (),
 ) -> Result:
-    """Raises `NotMeasured`, and what the run raises."""
-    began, mode = time.perf_counter(), MODES[mode_name]
-    warm_steps = warm_steps_of(workload, mode)
+    """Raises `NotMeasured`, and what the run raises. What comes after `budget.min_steps` measured steps is left out."""
+    began, mode, warm_steps = time.perf_counter(), MODES[mode_name], workload.warm_steps
     watch = Watch(warm_steps, budget)
     config = config_of(workload, mode, sources, folder / "run", settings=settings)
     with without_checkpoints() as preempted, suppress(Stopped):
         train(config, sinks=[watch, *sinks])
-    figures = measured(watch.events, warm_steps)
+    figures = measured(watch.events, warm_steps, budget.min_steps)
     return Result(
         workload=name,
         mode=mode_name,
@@ -297,9 +309,10 @@ def run_cell(
 # ---- figures ------------------------------------------------------------------------------------------------------------
 
 
-def measured(events: Sequence[Event], warm_steps: int) -> dict[str, Any]:
-    """The figures of a `Result` that its events say, of the time from the end of the warm-up to the last step."""
+def measured(events: Sequence[Event], warm_steps: int, num_steps: int | None = None) -> dict[str, Any]:
+    """The figures of a `Result` that its events say, of so many steps after the warm-up. None: of all."""
     steps = [event for event in events if isinstance(event, Stepped)]
+    steps = steps if num_steps is None else steps[: warm_steps + num_steps]
     if len(steps) <= warm_steps:
         raise NotMeasured(f"{len(steps)} steps in the time there was, and {warm_steps} of them are the warm-up")
     first = next(event.at for event in events if isinstance(event, GroupAdmitted))
@@ -318,7 +331,8 @@ def measured(events: Sequence[Event], warm_steps: int) -> dict[str, Any]:
         "tail_ms_per_token": tail_ms_per_token(in_time),
         "engine_share": total_length(generating) / wall_s,
         "learner_share": total_length(training) / wall_s,
-        "trained_tokens": sum(step.num_tokens for step in late),
+        "step_rollouts": [step.num_rollouts for step in steps],
+        "step_tokens": [step.num_tokens for step in steps],
         "lag_mean": float(np.mean(lags)) if lags else 0.0,
         "lag_max": max(lags, default=0),
         "failed": sum(isinstance(event, RolloutFailed) for event in events),

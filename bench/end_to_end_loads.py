@@ -61,10 +61,11 @@ class Workload(Struct, frozen=True, kw_only=True):
     """Mean of an environment's step."""
     failures: float = 0.0
     """Share of the rollouts whose environment raises."""
-    warm_steps: int | None = None
-    """Steps before the measured ones. None: two more than max_lag, until which groups have started at once."""
-    seconds: float | None = None
-    """For which it is measured. None: what the call says."""
+    warm_steps: int = 6
+    """Steps before the measured ones, the same in all modes: two more than the largest `max_lag`. The groups of a run's first
+    `max_lag + 1` steps have started at once."""
+    steps: int = 8
+    """That are measured, the same ones in all modes."""
     has_model: bool = True
     """Whether the step model describes it: it knows nothing of environments that take their time."""
 
@@ -96,6 +97,7 @@ def _single_turn() -> Iterator[tuple[str, Workload]]:
                 rollouts=rollouts,
                 max_tokens=4096,
                 context=4608,
+                steps=8 if rollouts == 64 else 3,
             )
             yield f"{shape}-geometric-{rollouts}", geometric
             log_normal = Workload(
@@ -106,6 +108,7 @@ def _single_turn() -> Iterator[tuple[str, Workload]]:
                 context=8704,
                 mean_tokens=1000.0,
                 sigma=1.5,
+                steps=8 if rollouts == 64 else 3,
             )
             yield f"{shape}-log-normal-{rollouts}", log_normal
 
@@ -123,7 +126,7 @@ WORKLOADS: dict[str, Workload] = {
         turns=8,
         latency_s=1.0,
         failures=0.02,
-        warm_steps=1,
+        steps=3,
         has_model=False,
     ),
     "short": Workload(
@@ -133,7 +136,7 @@ WORKLOADS: dict[str, Workload] = {
         max_tokens=256,
         context=4608,
         mean_tokens=256.0,
-        seconds=10.0,  # steps are alike
+        steps=4,  # they are alike
     ),
 }
 _SMOKE: dict[str, Any] = {
@@ -143,7 +146,8 @@ _SMOKE: dict[str, Any] = {
     "context": 128,
     "shortest_prompt": 4,
     "longest_prompt": 8,
-    "warm_steps": 1,
+    "warm_steps": 4,
+    "steps": 2,
 }
 SMOKE_WORKLOADS: dict[str, Workload] = {
     "tiny-geometric-4": Workload(lengths=GEOMETRIC, max_tokens=32, **_SMOKE),

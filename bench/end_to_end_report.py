@@ -45,6 +45,12 @@ class PeerResult(Struct, frozen=True, kw_only=True, tag="peer"):
     def rollouts_per_s(self) -> float:
         return self.rollouts_per_step / self.step_s
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled, over the same steps."""
+        counted = self.tokens[-max(1, len(self.tokens) - 1) :]
+        return sum(counted) / (self.step_s * max(1, len(counted)))
+
 
 Record = Result | MeasuredCosts | PeerResult | Failed
 CellKey = tuple[str, str]
@@ -91,15 +97,15 @@ def read_records(path: Path) -> Measured:
 class Modelled(Struct, frozen=True, kw_only=True):
     step_s: float
     engine_s: float
-    """Of decoding alone, for the measured steps."""
+    """Of decoding alone, for these steps."""
     learner_s: float
 
 
-def modelled(result: Result, workload: Workload, costs: Costs) -> Modelled | None:
-    """What the step model says of a cell; None where it does not describe it."""
-    if not workload.has_model or MODES[result.mode].is_auto:
+def modelled(result: Result, workload: Workload, costs: Costs | None, measured: range) -> Modelled | None:
+    """What the step model says of these steps of a cell; None where it does not describe it, or without costs."""
+    if costs is None or not workload.has_model or MODES[result.mode].is_auto:
         return None
-    mode, steps = MODES[result.mode], len(result.step_ends)
+    mode, steps = MODES[result.mode], measured[-1] + 1
     ends: list[StepEnd] = simulate(
         load_of(result, workload, math.ceil((steps + mode.max_lag + 1) * workload.groups_per_step)),
         costs,
@@ -108,9 +114,9 @@ def modelled(result: Result, workload: Workload, costs: Costs) -> Modelled | Non
         slots=result.slots,
         steps=steps,
     )
-    begin, end = ends[result.warm_steps - 1], ends[-1]
+    begin, end = ends[measured[0] - 1], ends[-1]
     return Modelled(
-        step_s=(end.at - begin.at) / (steps - result.warm_steps),
+        step_s=(end.at - begin.at) / len(measured),
         engine_s=end.engine_s - begin.engine_s,
         learner_s=end.learner_s - begin.learner_s,
     )
@@ -137,7 +143,7 @@ class Line(Struct, frozen=True, kw_only=True):
     result: Result
     model: Modelled | None
     ratios: dict[str, tuple[float, float | None]]
-    """Rollouts/s over those of another mode: as measured, and by the step model."""
+    """Rollouts/s over those of another mode, in the steps that both measured: as measured, and by the step model."""
 
     @property
     def alone_over_wall(self) -> float | None:
@@ -148,21 +154,29 @@ BASES = ("barrier", "0")
 
 
 def lines_of(found: Measured, workloads: dict[str, Workload]) -> list[Line]:
-    models: dict[CellKey, Modelled | None] = {}
-    for key, result in found.cells.items():
-        costs = found.costs.get((workloads[key[0]].shape, result.gpu_share))
-        models[key] = None if costs is None else modelled(result, workloads[key[0]], costs.costs)
+    def model_of(result: Result, measured: range) -> Modelled | None:
+        workload = workloads[result.workload]
+        known = found.costs.get((workload.shape, result.gpu_share))
+        return modelled(result, workload, None if known is None else known.costs, measured)
+
     lines = []
     for (name, mode), result in found.cells.items():
         ratios: dict[str, tuple[float, float | None]] = {}
         for base in BASES:
-            if base == mode or (name, base) not in found.cells:
+            other = found.cells.get((name, base))
+            if base == mode or other is None or not (steps := in_both(result, other)):
                 continue
-            mine, other = models[name, mode], models[name, base]
-            expected = None if mine is None or other is None else other.step_s / mine.step_s
-            ratios[base] = result.rollouts_per_s / found.cells[name, base].rollouts_per_s, expected
-        lines.append(Line(result=result, model=models[name, mode], ratios=ratios))
+            mine, theirs = model_of(result, steps), model_of(other, steps)
+            expected = None if mine is None or theirs is None else theirs.step_s / mine.step_s
+            ratios[base] = result.rollouts_per_s_of(steps) / other.rollouts_per_s_of(steps), expected
+        lines.append(Line(result=result, model=model_of(result, result.measured_steps), ratios=ratios))
     return lines
+
+
+def in_both(one: Result, other: Result) -> range:
+    """The steps that both cells measured."""
+    first, second = one.measured_steps, other.measured_steps
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 HEAD = (
@@ -172,7 +186,7 @@ HEAD = (
     "median, p95",
     "model",
     "rollouts/s",
-    "tokens/s",
+    "tokens/s generated, trained",
     "tail, ms a token",
     "engine, learner busy",
     "(engine + learner alone) / wall",
@@ -214,12 +228,12 @@ def _columns(line: Line) -> list[str]:
     p95 = float(np.percentile(steps_s, 95))
     share = line.alone_over_wall
     return [
-        f"{len(steps_s)}",
+        f"{result.warm_steps + 1} to {len(result.step_ends)}",
         f"{result.step_s:.2f}",
         f"{np.median(steps_s):.2f}, {p95:.2f}",
         "" if line.model is None else f"{line.model.step_s:.2f} s",
         f"{result.rollouts_per_s:.1f}",
-        f"{result.tokens_per_s:,.0f}",
+        f"{result.tokens_per_s:,.0f}, {result.trained_tokens_per_s:,.0f}",
         "" if result.tail_ms_per_token is None else f"{result.tail_ms_per_token:.2f}",
         f"{result.engine_share:.0%}, {result.learner_share:.0%}",
         "" if share is None else f"{share:.2f}",
@@ -258,14 +272,13 @@ def _peer_line(peer: PeerResult) -> str:
     if peer.failure:
         figures = [f"not measured: {peer.failure}", *[""] * (len(HEAD) - 2)]
     else:
-        tokens_per_s = sum(peer.tokens[-max(1, len(peer.tokens) - 1) :]) / (peer.step_s * max(1, len(peer.tokens) - 1))
         figures = [
             f"{max(1, len(peer.step_ends) - 1)}",
             f"{peer.step_s:.2f}",
             "",
             "",
             f"{peer.rollouts_per_s:.1f}",
-            f"{tokens_per_s:,.0f}",
+            f"{peer.tokens_per_s:,.0f}",
             *[""] * 4,
             f"{peer.memory_gib:.1f}",
             *[""] * 3,
@@ -297,19 +310,28 @@ def rows_of(found: Measured, workloads: dict[str, Workload], wanted: Sequence[Ce
     return rows + [not_measured(f"{key[0]}, {_label(key[1])}", found.failed.get(key, "no run yet")) for key in missing]
 
 
+def _shown(steps: range) -> str:
+    return f"steps {steps.start + 1} to {steps.stop}"
+
+
 def _cell_rows(line: Line, found: Measured) -> Iterator[Row]:
     result = line.result
     workload = f"{result.workload}, {_label(result.mode)}"
-    best = max((p.rollouts_per_s for p in found.peers if p.workload == result.workload and not p.failure), default=None)
+    peers = [peer for peer in found.peers if peer.workload == result.workload and not peer.failure]
     for base, (measured, expected) in line.ratios.items():
-        other = found.cells[result.workload, base].rollouts_per_s
-        yield rate(workload, "rollouts/s", result.rollouts_per_s, _label(base), other)
+        other = found.cells[result.workload, base]
+        steps = in_both(result, other)
+        both = [one.rollouts_per_s_of(steps) for one in (result, other)]
+        yield rate(workload, f"rollouts/s, {_shown(steps)}", both[0], _label(base), both[1])
         if expected is not None:
             yield rate(workload, f"gain over {_label(base)}", measured, "the step model", expected)
-    if best is not None:
-        yield rate(workload, "rollouts/s", result.rollouts_per_s, "TRL, its best settings", best)
-    if not line.ratios:
-        yield alone(workload, "rollouts/s", result.rollouts_per_s)
+    if peers:
+        best = max(peers, key=lambda peer: peer.rollouts_per_s)
+        yield rate(workload, "rollouts/s", result.rollouts_per_s, "TRL, its best settings", best.rollouts_per_s)
+        yield rate(workload, "tokens/s generated", result.tokens_per_s, "TRL, its best settings", best.tokens_per_s)
+    yield alone(workload, f"rollouts/s, {_shown(result.measured_steps)}", result.rollouts_per_s)
+    yield alone(workload, "tokens/s generated", result.tokens_per_s, digits=0)
+    yield alone(workload, "tokens/s trained", result.trained_tokens_per_s, digits=0)
     steps_s = result.steps_s
     yield alone(workload, "s a step, mean", result.step_s)
     yield alone(workload, "s a step, median", float(np.median(steps_s)))
@@ -317,7 +339,6 @@ def _cell_rows(line: Line, found: Measured) -> Iterator[Row]:
     if line.model is not None:
         yield rate(workload, "steps/s", 1 / result.step_s, "the step model", 1 / line.model.step_s)
         yield alone(workload, "(engine alone + learner alone) / wall", line.alone_over_wall or 0.0)
-    yield alone(workload, "tokens/s", result.tokens_per_s, digits=0)
     if result.tail_ms_per_token is not None:
         yield alone(workload, "ms a token of the slowest percentile", result.tail_ms_per_token)
     yield alone(workload, "engine busy", result.engine_share)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import end_to_end_costs
-from end_to_end import REQUIRED, cells, chosen
+from end_to_end import REQUIRED, cells, check_warm_steps, chosen, with_steps
 from end_to_end_cells import (
     MODES,
     Budget,
@@ -27,7 +27,17 @@ from end_to_end_cells import (
 )
 from end_to_end_costs import MeasuredCosts, Point, fitted, make_model, measure_costs
 from end_to_end_loads import SMOKE_WORKLOADS, WORKLOADS, write_prompts
-from end_to_end_report import PeerResult, append_record, draw_timeline, read_records, rows_of, table
+from end_to_end_report import (
+    Measured,
+    PeerResult,
+    append_record,
+    draw_timeline,
+    in_both,
+    lines_of,
+    read_records,
+    rows_of,
+    table,
+)
 from millstream import RunConfig
 from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, Span, Stepped
 from millstream.learner.torch import TorchLearner
@@ -200,7 +210,8 @@ def result_of(mode: str, step_s: float, lengths: list[list[int]]) -> Result:
         tail_ms_per_token=2.0,
         engine_share=0.5,
         learner_share=0.25,
-        trained_tokens=1000,
+        step_rollouts=[64] * 3,
+        step_tokens=[1000] * 3,
         lag_mean=0.0,
         lag_max=0,
         memory_gib=1.0,
@@ -242,11 +253,24 @@ def test_every_gain_is_beside_that_of_the_step_model_for_the_same_lengths(result
     found = read_records(results)
     rows = {(row.workload, row.metric, row.peer): row for row in rows_of(found, WORKLOADS, cells(WORKLOADS))}
     workload = f"{GEOMETRIC_64}, max_lag 2"
-    assert rows[workload, "rollouts/s", "barrier"].ratio == 2.0, "the last one of a cell counts"
+    assert rows[workload, "rollouts/s, steps 2 to 3", "barrier"].ratio == 2.0, "the last one of a cell counts"
     gain = rows[workload, "gain over barrier", "the step model"]
     assert gain.ours == 2.0
     assert gain.theirs is not None and 1.0 < gain.theirs < 3.0
     assert rows[workload, "rollouts/s", "TRL, its best settings"].ratio == 10.0
+
+
+def test_a_ratio_is_over_the_steps_that_both_cells_have_measured() -> None:
+    longer = replace(result_of("2", 2.0, [[100]]), step_ends=[2.0, 4.0, 6.0, 106.0], step_rollouts=[64] * 4)
+    shorter = replace(result_of("barrier", 4.0, [[100]]), warm_steps=2)
+    assert in_both(longer, shorter) == range(2, 3)
+    found = Measured(cells={(one.workload, one.mode): one for one in (longer, shorter)}, failed={}, costs={}, peers=[])
+    (line, _) = lines_of(found, WORKLOADS)
+    assert line.ratios["barrier"] == (2.0, None)
+    late = replace(longer, warm_steps=3)
+    assert not in_both(late, shorter)
+    (line, _) = lines_of(replace(found, cells={**found.cells, (late.workload, "2"): late}), WORKLOADS)
+    assert line.ratios == {}
 
 
 def test_cells_that_were_not_measured_are_printed_as_such(results: Path) -> None:
@@ -275,6 +299,21 @@ def test_the_cells_that_are_measured_by_default_are_cells() -> None:
 def test_a_pattern_that_fits_no_cell_is_refused() -> None:
     with pytest.raises(SystemExit, match="474M-geometric-65"):
         chosen("474M-geometric-65/2", WORKLOADS)
+
+
+def test_a_mode_is_not_measured_before_the_groups_that_started_at_once_are_gone() -> None:
+    check_warm_steps([(GEOMETRIC_64, mode) for mode in MODES if mode != "redundant"], WORKLOADS)
+    fewer = with_steps(WORKLOADS, 3, 4)
+    assert fewer[GEOMETRIC_64].steps == 3
+    check_warm_steps([(GEOMETRIC_64, "2")], fewer)
+    with pytest.raises(SystemExit, match="--warm-steps 6"):
+        check_warm_steps([(GEOMETRIC_64, "4")], fewer)
+
+
+def test_all_modes_measure_the_same_steps(sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [play("tiny-geometric-4", mode, sources, tmp_path / mode, monkeypatch)[0] for mode in ("barrier", "0", "2")]
+    assert all(result.measured_steps == range(4, 6) for result in found)
+    assert all(result.step_rollouts == [4] * 6 and len(result.step_tokens) == 6 for result in found)
 
 
 def test_modes_differ_in_the_lag_the_barrier_and_the_redundancy_alone(tmp_path: Path) -> None:
@@ -324,7 +363,7 @@ def test_at_the_barrier_nothing_is_trained_before_the_whole_batch_is_generated(
             assert batch == 4, "all rollouts of the batch have ended, and none of the next"
         if isinstance(event, Stepped):
             batch = 0
-    assert len(result.steps_s) >= 2
+    assert len(result.steps_s) == 2
     assert result.lag_max == 0
 
 
