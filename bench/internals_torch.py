@@ -158,7 +158,6 @@ def _cluster(model: Any) -> ClusterRanks:
         first=publish(model_weights(model)),
         publish=publish,
         delivery=delivery,
-        device="cpu",
     )
 
 

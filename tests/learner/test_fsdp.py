@@ -246,7 +246,6 @@ def test_ranks_of_a_cluster_read_their_slices_from_files_and_publish_what_they_t
             first=publish({name: torch.zeros_like(value) for name, value in model_weights(model).items()}),
             publish=publish,
             delivery=Delivery(ways=("shared",)),
-            device="cpu",
         )
         own = structs.replace(CASE.learner, ranks=2)
         source = ObjectiveSource(

@@ -129,7 +129,7 @@ def test_a_reference_that_is_the_start_says_what_the_policy_says_and_what_it_say
     some = [row for row in make_rows(10) if row.loss_mask.any()]
     expected = asyncio.run(TorchLearner(model, config.learner, recipe.supervised()).logprobs(some))
     for kept in (None, tmp_path / "kept"):
-        reference = build_scorers(config, model, kept).reference
+        reference = build_scorers(config, model, kept, device="cpu").reference
         assert reference is not None
         for row, found, own in zip(some, asyncio.run(reference.score(some)), expected, strict=True):
             assert np.array_equal(found[row.loss_mask], own)

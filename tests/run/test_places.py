@@ -408,7 +408,7 @@ def test_on_one_gpu_and_on_a_cpu_nothing_is_changed(tmp_path: Path) -> None:
     for gpus in (0, 1):
         config, places = place(run(), node(gpus))
         assert places.environment("engine") == {} and config.engine.replicas == 1
-    assert not has_learner_process(run("[engine]\nprocess = false"), make("llama"), run().learner)
+    assert not has_learner_process(run("[engine]\nprocess = false"), "cpu", run().learner)
 
 
 def test_on_one_gpu_an_engine_may_be_a_process_that_sees_the_same_gpu(

@@ -70,15 +70,15 @@ class ClusterRanks(NamedTuple):
     first: WeightsRef  # the first weights
     publish: Callable[[Weights], WeightsRef]  # some of the first weights, for ranks that read the others from files
     delivery: Delivery  # how rank 0 publishes weights
-    device: str
 
 
 class FsdpLearner:
     """A `RunLearner` (`learner.base`). The model is what training starts from; only `save` changes it.
 
     Ranks are processes of this machine that share memory with this one; or, with `cluster`, one or more processes on its nodes,
-    and `weights()` returns a reference to published weights. `store`: where they read `StoredRow`s by themselves, once it is
-    open. Other rows are sent. `records_ratios`: whether `log_ratios` is read."""
+    and `weights()` returns a reference to published weights. `device`: of the ranks, "cpu" or "cuda"; None: the model's.
+    `store`: where they read `StoredRow`s by themselves, once it is open. Other rows are sent. `records_ratios`: whether
+    `log_ratios` is read."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class FsdpLearner:
         is_proximal_given: bool = False,
         is_fixed: bool = False,
         records_ratios: bool = True,
+        device: str | None = None,
         store: FindStore = lambda: None,
         cluster: ClusterRanks | None = None,
     ) -> None:
@@ -105,7 +106,7 @@ class FsdpLearner:
             num_ranks=config.ranks,
             host="",
             port=0,
-            device=model.device.type if cluster is None else cluster.device,
+            device=device or model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
             files=described(model),
             config=structs.replace(config, lora=lora_of(model)),  # what the model has: a rank reads no adapter's folder

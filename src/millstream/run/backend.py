@@ -69,6 +69,11 @@ class Backend(Protocol):
         """Whether the only engine of a run has a process, so that it can die and be replaced."""
         ...
 
+    @property
+    def learner_device(self) -> str:
+        """Of the learner, once it is open: "cpu" or "cuda"."""
+        ...
+
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
         """Whether this learner has processes, of which one can die."""
         ...
@@ -132,6 +137,7 @@ class LocalBackend:
     def __init__(self, config: RunConfig, places: Places) -> None:
         self._config = config
         self._places = places
+        self.learner_device = ""
         self._own_store: Store | None = None  # one of the user's own
         self._store: SharedStore | None = None  # with rollout workers, or rows on disk
         self._client: StoreClient | None = None
@@ -139,6 +145,7 @@ class LocalBackend:
     async def open(self, context: BackendContext) -> None:
         self._context = context
         self._engines = LocalEngines(self._config, context, self._places)
+        self.learner_device = self._places.device(context.model.device.type)
 
     @property
     def is_lone_engine_replaced(self) -> bool:
@@ -146,7 +153,7 @@ class LocalBackend:
         return config.is_own or config.kind == "http" or self._engines.are_processes
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
-        return build.has_learner_process(self._config, self._context.model, learner)
+        return build.has_learner_process(self._config, self.learner_device, learner)
 
     def make_engine(self, name: str) -> Engine:
         return self._engines.make(name)
@@ -161,6 +168,7 @@ class LocalBackend:
             learner=learner,
             recipe=recipe,
             num_steps=num_steps,
+            device=self.learner_device,
             store=self._find_store,
             is_apart=bool(self._places.engines),
         )
@@ -169,7 +177,7 @@ class LocalBackend:
         return None if self._store is None else StoreAccess("millstream.store.host:connect_here", self._store.plan)
 
     def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
-        return build_scorers(self._config, self._context.model, saved)
+        return build_scorers(self._config, self._context.model, saved, device=self.learner_device)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         plan, config = build.store_plan(self._config, stages), self._config.store
@@ -233,6 +241,7 @@ class LocalEngines:
         self._has_lines = uses_lines(config)
         self._context = context
         self._places = places
+        self._device = places.device(context.model.device.type)
         self._names: list[str] = []  # of all engines, in the order in which they were first made
         self._servers: HttpServers | None = None
         self._weights: LocalWeights | None = None
@@ -255,26 +264,25 @@ class LocalEngines:
     @property
     def are_processes(self) -> bool:
         """Engines on GPUs of their own always are."""
-        return bool(self._places.engines) or build.has_process(self._config, self._context.model)
+        return bool(self._places.engines) or build.has_process(self._config, self._device)
 
     def _delivery(self) -> Delivery:
-        model, folder = self._context.model, self._context.folder
-        ways = local_ways(self._run_config, self._places, is_gpu=model.device.type == "cuda")
+        ways = local_ways(self._run_config, self._places, is_gpu=self._device == "cuda")
+        folder = self._context.folder
         return Delivery(ways=ways, files=str((folder / "weights").absolute()) if "files" in ways else None)
 
     def _supply(self, name: str) -> EngineSupply:
         """Raises `EngineError` where there is no GPU for one more engine, `ConfigError` where it cannot run here."""
         config, model = self._config, self._context.model
-        build.check_engine_here(config, model)
+        build.check_engine_here(config, self._device)
         with self._lock:
             self._names += [name] if name not in self._names else []
             environment = self._places.environment(name, self._names)
             self._weights = self._weights or LocalWeights(config, model, self._delivery)
-        is_warm = config.kind == "torch" and model.device.type == "cpu"
+        is_warm = config.kind == "torch" and self._device == "cpu"
         launcher = LocalLauncher(is_warm=is_warm, environment_of=lambda _: environment)
-        return EngineSupply(
-            launcher, self._weights.first, self._weights.publish, model.device.type, has_lines=self._has_lines
-        )
+        first, publish = self._weights.first, self._weights.publish
+        return EngineSupply(launcher, first, publish, self._device, has_lines=self._has_lines)
 
     def close(self) -> None:
         """Close what the engines share. Each engine is closed before."""

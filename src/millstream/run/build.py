@@ -54,8 +54,8 @@ from millstream.pipeline.schema import Stage, store_tasks
 from millstream.rpc.process import Launcher, LocalLauncher, engine_names
 from millstream.run.check_machine import check_engine_device, no_gpu
 from millstream.run.check_prompts import load_checked_tokenizer, tokenizer_of
-from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
-from millstream.run.device import find_machine, on_cluster
+from millstream.run.config import ModelConfig, RunConfig, critic_of, is_model_on_host, server_token
+from millstream.run.device import find_device, find_machine, on_cluster
 from millstream.run.places import Gpu, Machine
 from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
 from millstream.run.text import TokenizerText
@@ -106,22 +106,25 @@ def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pr
     return model, tokenizer
 
 
-def check_passes(config: RunConfig, model: PreTrainedModel) -> None:
+def check_passes(config: RunConfig, model: PreTrainedModel, *, is_gpu: bool) -> None:
     """A small model of the same architecture goes through the passes of the engine and the learner: what they cannot run is
     refused here, before anything is started. Raises `ModelError`."""
     if config.engine.kind == "torch":
-        is_gpu = model.device.type == "cuda" or config.resources.engine_gpus > 0
+        is_gpu = config.resources.engine_gpus > 0 if config.runtime == "ray" else is_gpu
         check_engine(model, cache_kind(config.engine, "cuda" if is_gpu else "cpu"), is_small_only=True)
     if not config.learner.is_own:
         check_learner(model, is_small_only=True)
 
 
 def measure_device(config: RunConfig) -> ModelDevice:
-    """The device of the model and its free memory now, before the run has anything there."""
+    """The first GPU of the run and its free memory now, before the run has anything there. A driver that computes nothing there
+    asks the driver's tool, since torch would take some of it."""
     if config.runtime == "ray":
         return on_cluster(config)
     if choose_device(config.model.device) != "cuda":
         return CPU
+    if is_model_on_host(config) and (found := find_device(config)).free_bytes is not None:
+        return found
     gc.collect()  # the parts of an earlier run in this process
     torch.cuda.empty_cache()
     return ModelDevice(is_gpu=True, free_bytes=float(torch.cuda.mem_get_info()[0]))
@@ -222,13 +225,14 @@ def build_engine(
         return engine
     if config.kind == "outside":
         raise ConfigError('engine.kind = "outside": programs connect to a run, and there is none here')
-    if not has_process(config, model):
+    device = model.device.type
+    if not has_process(config, device):
         return thread_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
-    check_engine_here(config, model)
+    check_engine_here(config, device)
     weights = LocalWeights(config, model)
     try:
-        launcher = LocalLauncher(is_warm=config.kind == "torch" and model.device.type == "cpu")
-        supply = EngineSupply(launcher, weights.first, weights.publish, model.device.type)
+        launcher = LocalLauncher(is_warm=config.kind == "torch" and device == "cpu")
+        supply = EngineSupply(launcher, weights.first, weights.publish, device)
         return process_engine(
             config, model, tokenizer, supply, clock=clock, sink=sink, name=name, on_close=weights.close
         )
@@ -264,11 +268,11 @@ def _named(what: str, error_class: type[MillstreamError]) -> Iterator[None]:
         raise error_class(f"{what} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def check_engine_here(config: EngineConfig, model: PreTrainedModel) -> None:
-    """Raises `ConfigError` where an engine cannot run on this machine."""
+def check_engine_here(config: EngineConfig, device: str) -> None:
+    """Raises `ConfigError` where an engine cannot run on this machine. `device`: "cpu" or "cuda", where it would be."""
     if config.kind == "vllm":
         check_installed()
-    check_engine_device(config, is_gpu=model.device.type != "cpu")
+    check_engine_device(config, is_gpu=device != "cpu")
 
 
 def thread_engine(
@@ -282,7 +286,7 @@ def thread_engine(
 ) -> TorchEngine:
     """Our own engine on a thread of this process, with its own copy of all weights that training changes: only `load` changes
     it."""
-    check_engine_here(config, model)
+    check_engine_here(config, model.device.type)
     return TorchEngine(
         ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer)),
         slots=config.num_slots,
@@ -294,18 +298,18 @@ def thread_engine(
     )
 
 
-def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
+def has_process(config: EngineConfig, device: str) -> bool:
     """Whether an engine runs in a process: vLLM always does, our own by default where that is faster."""
-    is_faster = config.kind == "vllm" or (model.device.type == "cpu" and num_cores() > 1)
+    is_faster = config.kind == "vllm" or (device == "cpu" and num_cores() > 1)
     return is_faster if config.process is None else config.process
 
 
-def has_learner_process(config: RunConfig, model: PreTrainedModel, learner: LearnerConfig) -> bool:
+def has_learner_process(config: RunConfig, device: str, learner: LearnerConfig) -> bool:
     """Whether the learner is one or more processes. A single rank is one where the engine is, on a CPU: both need the
     interpreter after every small operation, and so does the event loop. Not with a loss or a schedule that no other process can
     import, and not with a learner of the user's own."""
     engine, is_only_here = config.engine, any(map(imports.is_only_here, (config.algorithm.loss, learner.schedule)))
-    is_small = engine.kind == "torch" and model.device.type == "cpu" and has_process(engine, model)
+    is_small = engine.kind == "torch" and device == "cpu" and has_process(engine, device)
     return not learner.is_own and (learner.ranks > 1 or (is_small and not is_only_here))
 
 
@@ -352,10 +356,11 @@ def build_learner(
     learner: LearnerConfig,
     recipe: Recipe,
     num_steps: int | None,
+    device: str | None = None,
     store: FindStore = lambda: None,
     is_apart: bool = False,
 ) -> RunLearner:
-    """`is_apart`: engines have GPUs of their own. `store`: see `FsdpLearner`."""
+    """`is_apart`: engines have GPUs of their own. `device`, `store`: see `FsdpLearner`."""
     temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
     if learner.is_own:
         context = LearnerContext(
@@ -367,7 +372,7 @@ def build_learner(
             num_steps=num_steps,
         )
         return _own_learner(context)
-    if not has_learner_process(config, model, learner):
+    if not has_learner_process(config, device or model.device.type, learner):
         return TorchLearner(
             model,
             learner,
@@ -390,6 +395,7 @@ def build_learner(
         is_proximal_given=is_proximal_given,
         is_fixed=config.pipeline.is_in_lockstep,
         records_ratios=config.rollout.keep_gb > 0,
+        device=device,
         store=store,
     )
 

@@ -80,17 +80,19 @@ def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
         )
 
 
-def build_scorers(config: RunConfig, start: PreTrainedModel, saved: Path | None) -> Scorers:
+def build_scorers(config: RunConfig, start: PreTrainedModel, saved: Path | None, *, device: str) -> Scorers:
     """Scorers in this process. `start`: the model that reinforcement learning starts from, which is copied. `saved`: its
-    folder, in a resumed run that cannot build it again."""
-    reference, critic = _build_reference(config, start, saved), _build_critic(config, start)
-    return Scorers(build_stages(config, reference, critic), reference, critic, _build_proximal(config, start))
+    folder, in a resumed run that cannot build it again. `device`: the learner's, for tables that name none."""
+    reference, critic = _build_reference(config, start, saved, device), _build_critic(config, start, device)
+    return Scorers(build_stages(config, reference, critic), reference, critic, _build_proximal(config, start, device))
 
 
-def reference_model(config: RunConfig, start: PreTrainedModel, saved: Path | None) -> PreTrainedModel:
-    """A separate model on the reference's device."""
+def reference_model(
+    config: RunConfig, start: PreTrainedModel, saved: Path | None, *, device: str = "cpu"
+) -> PreTrainedModel:
+    """A separate model on the reference's device, or on `device`, where the table names none."""
     table = reference_of(config) or ReferenceConfig()
-    device = table.device or str(start.device)
+    device = table.device or device
     dtype: torch.dtype = start.dtype if table.dtype is None else getattr(torch, table.dtype)
     path = table.path or saved
     if path is not None:
@@ -102,31 +104,31 @@ def reference_model(config: RunConfig, start: PreTrainedModel, saved: Path | Non
     return model
 
 
-def _build_reference(config: RunConfig, start: PreTrainedModel, saved: Path | None) -> TorchScorer | None:
+def _build_reference(config: RunConfig, start: PreTrainedModel, saved: Path | None, device: str) -> TorchScorer | None:
     if reference_of(config) is None:
         return None
     return TorchScorer(
-        reference_model(config, start, saved),
+        reference_model(config, start, saved, device=device),
         temperature=config.rollout.temperature,
         is_fixed=config.pipeline.is_in_lockstep,
     )
 
 
-def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | None:
+def _build_critic(config: RunConfig, start: PreTrainedModel, device: str) -> TorchCritic | None:
     table = critic_of(config)
     if table is None:
         return None
-    device = table.device or str(start.device)
+    device = table.device or device
     model = copy.deepcopy(start) if table.path is None else _critic_model(config, table, start)
     model = model.to(device)
     return TorchCritic(model, table, num_steps=config.pipeline.steps, is_fixed=config.pipeline.is_in_lockstep)
 
 
-def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | None:
+def _build_proximal(config: RunConfig, start: PreTrainedModel, device: str) -> TorchScorer | None:
     """The weights below adapters are shared with the learner, where they are on the same device."""
     if config.proximal is None:
         return None
-    device = config.proximal.device or str(start.device)
+    device = config.proximal.device or device
     is_there = torch.empty(0, device=device).device == start.device  # cuda is cuda:0, say
     model = copy_of(start) if is_there else copy.deepcopy(start).to(device)
     return TorchScorer(

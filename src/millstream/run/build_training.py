@@ -102,8 +102,7 @@ def _learner(
     version: int,
 ) -> RunLearner:
     backend, tokenizer, waits = run.prepared.backend, run.prepared.tokenizer, run.waits
-    is_on_ray, model = run.config.runtime == "ray", run.prepared.model
-    device = ("cuda" if run.config.resources.learner_gpus else "cpu") if is_on_ray else model.device.type
+    model, device = run.prepared.model, backend.learner_device
     path = ComputePath(config.kind) if config.is_own else learner_path(model, config, device)
     run.log.emit(PathChosen(at=run.clock.now(), worker="learner", path=path.name, why=path.why))
 

@@ -350,6 +350,14 @@ def uses_lines(config: RunConfig) -> bool:
     return bool(config.rollout.workers) and has_processes and not config.pipeline.is_in_lockstep
 
 
+def is_model_on_host(config: RunConfig) -> bool:
+    """Whether the driver's copy of the model is in the host's memory where there are GPUs, too: the driver computes nothing
+    with it. With Ray; without, where the learner is several ranks, and engines are processes or servers."""
+    engine = config.engine
+    is_elsewhere = engine.kind in ("http", "outside") or (engine.is_placed and engine.process is not False)
+    return config.runtime == "ray" or (config.learner.ranks > 1 and not config.learner.is_own and is_elsewhere)
+
+
 def server_token(config: HttpConfig) -> str | None:
     """The token of the engine's servers, if any. Raises `ConfigError` if its environment variable is not set."""
     if config.token_variable is None:

@@ -62,6 +62,11 @@ class Places(Struct, frozen=True, kw_only=True):
     spare: tuple[tuple[Gpu, ...], ...] = ()
     """For engines that are added later."""
 
+    def device(self, of_model: str) -> str:
+        """Of the learner and of engines, "cpu" or "cuda". `of_model`: the device of the driver's model, which says it where no
+        place is known."""
+        return "cuda" if self.ranks else of_model
+
     def environment(self, name: str, added: Sequence[str] = ()) -> dict[str, str]:
         """What the process of this engine gets. `added`: the names that have been added, in their order. Raises `EngineError`
         for one that there is no GPU for."""
@@ -78,13 +83,12 @@ class Places(Struct, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """One line; empty where there is nothing to say."""
-        if not self.engines:
+        if not self.engines and len(self.ranks) < 2:
             return ""
-        learner = (
-            f"the learner on GPU {_numbers(self.ranks)}"
-            if len(self.ranks) == 1
-            else (f"{len(self.ranks)} learner ranks on GPUs {_numbers(self.ranks)}")
-        )
+        several = f"{len(self.ranks)} learner ranks on GPUs"
+        learner = f"{'the learner on GPU' if len(self.ranks) == 1 else several} {_numbers(self.ranks)}"
+        if not self.engines:
+            return learner
         num, used = len(self.engines), tuple(dict.fromkeys(sum(self.engines, ())))
         each = f", {len(self.engines[0])} each" if len(self.engines[0]) > 1 else ""
         return f"{learner}, {num} engine{'s' * (num > 1)} on GPU{'s' * (len(used) > 1)} {_numbers(used)}{each}"

@@ -20,7 +20,7 @@ from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
 from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
-from millstream.run.config import RunConfig
+from millstream.run.config import RunConfig, is_model_on_host
 from millstream.run.device import with_places
 from millstream.run.places import Machine, Places, check_heads, check_model_fits, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
@@ -103,7 +103,7 @@ def prepare_run(
     if config.runtime == "local":
         check_engine_device(config.engine, is_gpu=device.is_gpu)
     backend = backend_for(config, places)
-    build.check_passes(config, model)
+    build.check_passes(config, model, is_gpu=device.is_gpu)
     text = TokenizerText(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     ends = build.end_tokens(model, tokenizer)
@@ -153,9 +153,9 @@ def _checked_shape(config: RunConfig, model: PreTrainedModel, machine: Machine |
 def _driver_model(
     config: RunConfig, device: ModelDevice, start: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that the run begins with. On a cluster the driver needs no GPU."""
+    """The model that the run begins with."""
     own = structs.replace(config.model, dtype=choose_dtype(config, device))
-    own = structs.replace(own, device="cpu") if config.runtime == "ray" else own
+    own = structs.replace(own, device="cpu") if is_model_on_host(config) else own
     model, tokenizer = build.build_model(own, seed=config.seed, lora=config.learner.lora)
     if start is not None:
         load_start(model, start)

@@ -142,6 +142,10 @@ class RayBackend:
     def is_lone_engine_replaced(self) -> bool:
         return True
 
+    @property
+    def learner_device(self) -> str:
+        return "cuda" if self._resources.learner_gpus else "cpu"
+
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return True
 
@@ -175,6 +179,7 @@ class RayBackend:
             is_proximal_given=config.proximal is not None,
             is_fixed=config.pipeline.is_in_lockstep,
             records_ratios=config.rollout.keep_gb > 0,
+            device=self.learner_device,
             store=self._find_store,
             cluster=ClusterRanks(
                 launcher=self,
@@ -183,7 +188,6 @@ class RayBackend:
                 first=self._first,
                 publish=self._rest.put,
                 delivery=self._delivery(is_of_rank=True),
-                device="cuda" if self._resources.learner_gpus else "cpu",
             ),
         )
 

@@ -25,7 +25,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.env.config import SINGLE_TURN
 from millstream.events import Sizes
-from millstream.run.config import RunConfig, TinyConfig, critic_of, reference_of
+from millstream.run.config import RunConfig, TinyConfig, critic_of, is_model_on_host, reference_of
 
 DtypeName = Literal["float32", "bfloat16"]
 BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -164,7 +164,7 @@ def choose_sizes(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
 def _fitted_apart(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float, engine_bytes: float) -> Sizes:
     """The learner has its GPU to itself, and so has each engine, or its share of one."""
     engine, tokens, gigabytes, slots = config.engine, plain.micro_batch_tokens, plain.cache_gb, plain.slots
-    learner = memory.learner + memory.staged
+    learner = _of_learner(config, memory) + memory.staged
     if config.learner.micro_batch_tokens == "auto":
         tokens = memory.largest_pass(USABLE * free_bytes - learner)
     if engine.kind == "torch" and engine.cache != "slots" and gigabytes is None:
@@ -182,6 +182,12 @@ def _fitted_apart(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: f
     )
 
 
+def _of_learner(config: RunConfig, memory: Memory) -> float:
+    """On its first GPU. The driver's model is there, too, unless it is in the host's memory."""
+    ranks = config.learner.ranks
+    return memory.sharded(ranks) + memory.scorers if ranks > 1 and is_model_on_host(config) else memory.learner
+
+
 def _least_cache(memory: Memory) -> float:
     return _round_down(memory.cache_for(1) / 1e9) + 0.01
 
@@ -195,7 +201,7 @@ def _fitted(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float) 
     engine, tokens = config.engine, plain.micro_batch_tokens
     has_pages = engine.kind == "torch" and engine.cache != "slots"
     replicas = engine.num_replicas if engine.kind == "torch" else 0
-    others = memory.fixed + _taken_by_vllm(config.engine, free_bytes)
+    others = _of_learner(config, memory) + memory.engines + _taken_by_vllm(config.engine, free_bytes)
     others += memory.processes(replicas) if engine.process else 0.0
     room = max(0.0, USABLE * free_bytes - others - replicas * memory.decoding(plain.slots))
     wanted = replicas * (memory.cache_for(plain.slots) if engine.pool_gb is None else engine.pool_gb * 1e9)
@@ -308,10 +314,12 @@ class Memory:
         self.token_bytes = 2 * shape.keys * shape.layers * self._bytes
         self.engine = self._bytes * shape.trained if config.engine.kind == "torch" else 0.0  # weights of one
         self.whole = self._bytes * shape.parameters  # weights of one on a GPU of its own
-        self.learner = self._learner(config)
+        self.scorers = self._scorers(config)
+        self.learner = self._learner(config) + self.scorers
         is_staged = config.resources.weights == ("nccl",)  # with other ways, versions are staged in the host's memory
         self.staged = NUM_STAGED * self._bytes * shape.trained if is_staged else 0.0  # for engines on other GPUs
-        self.fixed = self.learner + config.engine.num_replicas * self.engine
+        self.engines = config.engine.num_replicas * self.engine
+        self.fixed = self.learner + self.engines
 
     def processes(self, replicas: int) -> float:
         """Of engines that are processes on the learner's GPU, beyond `fixed`: each has a context and all weights; versions are
@@ -319,21 +327,21 @@ class Memory:
         return replicas * (CONTEXT_BYTES + self.whole - self.engine) + NUM_STAGED * self.engine
 
     def _learner(self, config: RunConfig) -> float:
-        """With the scorers that are on its GPU: all that does not depend on a size. Adapters share the weights that they stand
-        on."""
+        """All that does not depend on a size. Adapters share the weights that they stand on."""
+        own = self._bytes * self._shape.trained
+        total = self.whole + NUM_PUBLISHED * own + self._optimizer(self._shape.trained) / config.learner.ranks
+        return total + (own if config.learner.mini_batches > 1 and config.proximal is None else 0.0)
+
+    def _scorers(self, config: RunConfig) -> float:
+        """Those that are on the learner's GPU."""
         shape, size = self._shape, self._bytes
-        weights, own = size * shape.parameters, size * shape.trained
-        total = weights + NUM_PUBLISHED * own + self._optimizer(shape.trained) / config.learner.ranks
-        if config.learner.mini_batches > 1 and config.proximal is None:
-            total += own
-        if config.proximal is not None and _is_here(config.proximal.device):
-            total += own
+        total = size * shape.trained if config.proximal is not None and _is_here(config.proximal.device) else 0.0
         reference, critic = reference_of(config), critic_of(config)
         if reference is not None and _is_here(reference.device):
             total += shape.parameters * (size if reference.dtype is None else BYTES[reference.dtype])
             total += self._layer * reference.micro_batch_tokens + self._logits(reference.micro_batch_tokens)
         if critic is not None and _is_here(critic.device):
-            total += weights + self._optimizer(shape.parameters)
+            total += self.whole + self._optimizer(shape.parameters)
             total += SPARE * shape.layers * self._layer * critic.micro_batch_tokens
         return total
 

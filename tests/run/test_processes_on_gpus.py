@@ -1,0 +1,194 @@
+"""What every process of a run gets on a machine with faked GPUs: its command line, CUDA_VISIBLE_DEVICES, and the device and the
+rank that its setup names."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from millstream.algo.recipe import Recipe
+from millstream.clock import RealClock
+from millstream.config import convert
+from millstream.errors import MillstreamError
+from millstream.events.sinks import MemorySink
+from millstream.rpc.process import engine_names
+from millstream.run import build, build_scorers
+from millstream.run.backend import BackendContext, LocalBackend
+from millstream.run.config import RunConfig, is_model_on_host
+from millstream.run.device import find_device, with_places
+from millstream.run.places import Gpu, Machine, parse_machine, place
+from millstream.run.prepare import Prepared, prepare_run
+from millstream.run.sizes import ModelDevice, choose_sizes, shape_from
+from support.started import Recorder, Started, recorder
+from support.tiny import make
+
+__all__ = ["recorder"]
+ENGINE = "millstream.engine.native.process:serve_engine"
+VLLM = "millstream.engine.vllm.worker:serve_vllm"
+RANK = "millstream.learner.rank_worker:serve_rank"
+SEVEN_B = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+SMALL = "[model.tiny]\n[rollout]\nmax_tokens = 8\n[data]\ntoy = 'sort_digits'\nsize = 64\nholdout = 0\n"
+
+
+class Faked:
+    """A machine with GPUs: as torch and the driver's tool would find it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: Sequence[str]) -> None:
+        self.model_devices: list[str] = []  # of the driver's model: cpu, or auto, which is the first GPU
+        self._build_model = build.build_model
+        found = tuple(Gpu(name=name, free_bytes=80e9) for name in gpus)
+        monkeypatch.setattr(build, "find_machine_here", lambda config: Machine(nodes=(found,)))
+        device = ModelDevice(is_gpu=True, free_bytes=80e9)
+        monkeypatch.setattr(build, "measure_device", lambda config: device)
+        monkeypatch.setattr(build, "build_model", self._build)
+
+    def _build(self, config: Any, **more: Any) -> Any:
+        self.model_devices.append(config.device)
+        return self._build_model(replace(config, device="cpu"), **more)
+
+    def prepare(self, text: str, folder: Path) -> Prepared:
+        config = convert(tomllib.loads(text + "\n" + SMALL), RunConfig, where="run.toml")
+        return prepare_run(replace(config, run_dir=str(folder / "run")))
+
+
+def numbered(gpus: int) -> list[str]:
+    return [str(number) for number in range(gpus)]
+
+
+async def all_started(prepared: Prepared, recorder: Recorder, folder: Path) -> list[Started]:
+    """Engines, then ranks; each in the order of their numbers."""
+    backend, config = prepared.backend, prepared.config
+    assert isinstance(backend, LocalBackend)
+    context = BackendContext(model=prepared.model, tokenizer=None, folder=folder, clock=RealClock(), sink=MemorySink())
+    await backend.open(context)
+    for name in engine_names(config.engine.num_engines) if config.engine.is_placed else ():
+        engine = backend.make_engine(name)
+        with suppress(MillstreamError):  # its process has ended
+            await engine.resume()
+        await engine.close()
+    if backend.has_learner_processes(config.learner):
+        recorder.together = config.learner.ranks
+        recipe = Recipe(algorithm=config.algorithm)
+        learner = backend.build_learner(prepared.tokenizer, learner=config.learner, recipe=recipe, num_steps=1)
+        with suppress(MillstreamError):
+            await learner.ready()
+        await learner.close()
+    await backend.close()
+    ranks = sorted((one for one in recorder.started if one.target == RANK), key=lambda one: one.setup["plan"]["rank"])
+    return [one for one in recorder.started if one.target != RANK] + ranks
+
+
+def device_of(one: Started) -> str:
+    """That its setup names."""
+    if one.target == VLLM:
+        return "cpu" if one.setup["is_cpu"] else "cuda"
+    return str(one.setup["plan"]["device"] if one.target == RANK else one.setup["device"])
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "model", "engines", "ranks"),
+    [
+        ("", 2, "auto", ["1"], 0),
+        ("", 4, "auto", ["1", "2", "3"], 0),
+        ("[learner]\nranks = 2", 4, "cpu", ["2", "3"], 2),
+        ("[learner]\nranks = 2\n[engine]\nkind = 'vllm'", 4, "cpu", ["2", "3"], 2),
+        ("[learner]\nranks = 4\n[engine]\nkind = 'vllm'\n[engine.vllm]\ntensor_parallel = 2", 8, "cpu", ["4,5", "6,7"], 4),
+        ("[learner]\nranks = 2\n[engine]\nkind = 'http'\n[engine.http]\nurls = ['http://127.0.0.1:1']\nflavour = 'vllm'\n"
+         "folder = 'weights'", 2, "cpu", [], 2),
+    ],
+)  # fmt: skip
+def test_a_driver_that_computes_nothing_has_its_model_in_the_host_s_memory_and_ranks_and_engines_have_the_gpus(
+    text: str, gpus: int, model: str, engines: list[str], ranks: int,
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    faked = Faked(monkeypatch, numbered(gpus))
+    prepared = faked.prepare(text, tmp_path)
+    assert faked.model_devices == [model] and prepared.model.dtype == torch.bfloat16
+    started = asyncio.run(all_started(prepared, recorder, tmp_path))
+    target = VLLM if prepared.config.engine.kind == "vllm" else ENGINE
+    assert [one.words for one in started] == [
+        [sys.executable, "-m", "millstream.rpc.worker", what] for what in [target] * len(engines) + [RANK] * ranks
+    ]
+    assert [one.sees for one in started] == [*engines, *[None] * ranks], "a rank sees all GPUs, and takes its own"
+    assert [device_of(one) for one in started] == ["cuda"] * (len(engines) + ranks)
+    assert not any(one.is_warm for one in started), "a process that uses CUDA is never forked"
+    plans = [one.setup["plan"] for one in started if one.target == RANK]
+    assert [(plan["rank"], plan["num_ranks"], plan["dtype"]) for plan in plans] == [
+        (number, ranks, "bfloat16") for number in range(ranks)
+    ]
+
+
+def test_scorers_of_a_driver_whose_model_is_in_the_host_s_memory_are_where_the_learner_is_or_the_config_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device that needs no GPU is in the place of one."""
+    made: list[tuple[str, str]] = []
+    for part in ("TorchScorer", "TorchCritic"):
+        record = partial(lambda part, model, *_, **more: made.append((more.get("name", part), model.device.type)), part)
+        monkeypatch.setattr(build_scorers, part, record)
+    text = "[algorithm]\nadvantage = 'gae'\n[reference]\n[proximal]\n[learner]\nranks = 2\nmini_batches = 2\n"
+    for device, where in (("", "meta"), ("device = 'cpu'\n", "cpu")):
+        made.clear()
+        config = convert(
+            tomllib.loads(f"{text}[critic]\n{device}{SMALL}".replace("[reference]\n", f"[reference]\n{device}")),
+            RunConfig,
+            where="run.toml",
+        )
+        build_scorers.build_scorers(config, make("llama"), None, device="meta")
+        assert made == [("TorchScorer", where), ("TorchCritic", where), ("proximal", "meta")]
+
+
+def test_the_first_gpu_has_room_for_what_the_driver_s_model_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, there = "[learner]\nranks = 4\n[rollout]\nmax_tokens = 4096\n", parse_machine("8xH100")
+    shape = shape_from(SEVEN_B)
+    assert shape is not None
+
+    def needed(more: str) -> float:
+        loaded = tomllib.loads(f"{text}{more}\n[model.tiny]\n[data]\ntoy = 'sort_digits'\n")
+        config, places = place(convert(loaded, RunConfig, where="run.toml"), there)
+        assert is_model_on_host(config) == (len(places.ranks) > 1 and (bool(places.engines) or "http" in more))
+        found = choose_sizes(config, with_places(find_device(config, there), places), shape).needed_gb
+        return found or 0.0
+
+    http = "[engine]\nkind = 'http'\n[engine.http]\nurls = ['http://a:1']\nflavour = 'vllm'\nfolder = '/w'"
+    fixed = "micro_batch_tokens = 4096\n"
+    text = text.replace("ranks = 4\n", f"ranks = 4\n{fixed}")
+    own = needed("[engine]\nkind = 'mine.py:Engine'")
+    assert needed("") == needed(http) < own - 2 * shape.parameters / 1e9
+
+
+def test_the_memory_of_a_gpu_on_which_the_driver_computes_nothing_is_asked_of_the_driver_s_tool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(build, "choose_device", lambda asked: "cuda")
+    monkeypatch.setattr(
+        build, "find_device", lambda config: asked.append("tool") or ModelDevice(is_gpu=True, free_bytes=5e9)
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append("torch") or (6e9, 8e9))
+
+    def free(text: str) -> float | None:
+        return build.measure_device(convert(tomllib.loads(f"{text}\n{SMALL}"), RunConfig, where="run.toml")).free_bytes
+
+    assert (free("[learner]\nranks = 2"), free("[learner]\nranks = 1")) == (5e9, 6e9)
+    assert asked == ["tool", "torch"], "torch would make a context on that GPU"
+    monkeypatch.setattr(build, "find_device", lambda config: ModelDevice(is_gpu=True))
+    assert free("[learner]\nranks = 2") == 6e9, "there is no such tool"
