@@ -34,12 +34,23 @@ class PeerResult(Struct, frozen=True, kw_only=True, tag="peer"):
     """Sampled in each step."""
     memory_gib: float
     failure: str = ""
+    cycle: int = 1
+    """Steps for each generation."""
+
+    @property
+    def key(self) -> tuple[str, str, dict[str, str]]:
+        return self.peer, self.workload, self.settings
 
     @property
     def step_s(self) -> float:
-        """Without the first step, where there is another."""
-        steps_s = np.diff([0.0, *self.step_ends])[-max(1, len(self.step_ends) - 1) :]
+        steps_s = np.diff([0.0, *self.step_ends])[self._counted]
         return float(np.mean(steps_s)) if len(steps_s) else math.inf
+
+    @property
+    def _counted(self) -> slice:
+        """The steps of whole generations, without the first one where there is another."""
+        whole = len(self.step_ends) // self.cycle * self.cycle
+        return slice(self.cycle if whole > self.cycle else 0, whole or None)
 
     @property
     def rollouts_per_s(self) -> float:
@@ -48,8 +59,7 @@ class PeerResult(Struct, frozen=True, kw_only=True, tag="peer"):
     @property
     def tokens_per_s(self) -> float:
         """Sampled, over the same steps."""
-        counted = self.tokens[-max(1, len(self.tokens) - 1) :]
-        return sum(counted) / (self.step_s * max(1, len(counted)))
+        return float(np.mean(self.tokens[self._counted])) / self.step_s
 
 
 Record = Result | MeasuredCosts | PeerResult | Failed
@@ -66,7 +76,7 @@ def append_record(path: Path, record: Record) -> None:
 
 
 class Measured(Struct, kw_only=True):
-    """Everything in a file of results; of a cell that was measured several times, the last."""
+    """Everything in a file of results; of a cell, and of a peer with the same settings, the last: it adds a record a step."""
 
     cells: dict[CellKey, Result]
     failed: dict[CellKey, str]
@@ -85,7 +95,7 @@ def read_records(path: Path) -> Measured:
             case MeasuredCosts() as costs:
                 found.costs[costs.shape, costs.gpu_share] = costs
             case PeerResult() as peer:
-                found.peers.append(peer)
+                found.peers = [*(one for one in found.peers if one.key != peer.key), peer]
             case Failed() as failed:
                 found.failed[failed.workload, failed.mode] = failed.why
     return found
@@ -273,7 +283,7 @@ def _peer_line(peer: PeerResult) -> str:
         figures = [f"not measured: {peer.failure}", *[""] * (len(HEAD) - 2)]
     else:
         figures = [
-            f"{max(1, len(peer.step_ends) - 1)}",
+            f"{len(peer.step_ends)}",
             f"{peer.step_s:.2f}",
             "",
             "",

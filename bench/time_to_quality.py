@@ -7,7 +7,7 @@ rollouts. `run` adds a line to FILE for each cell that is not in it: it can be s
 
     .venv/bin/python bench/time_to_quality.py run FILE [--modes barrier,0,2,4] [--seeds 0-2] [--seconds 300] [--runs FOLDER]
         [--set model.path=FOLDER ...] [--minutes 9] [--trl-python PYTHON] [--trl-seconds 600]
-        [--trl-set vllm_gpu_memory_utilization=0.4 ...]
+        [--trl-set vllm_gpu_memory_utilization=0.4 ...] [--trl-search-s 300]
     .venv/bin/python bench/time_to_quality.py report FILE [--target 0.5] [--json] [--docs docs]
     .venv/bin/python bench/time_to_quality.py --smoke [--json]
 """
@@ -15,6 +15,7 @@ rollouts. `run` adds a line to FILE for each cell that is not in it: it can be s
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import sys
@@ -30,12 +31,15 @@ from modes import MODES
 from report import ROOT, Options, publish, say
 from time_to_quality_cells import TimedCell, TimedSettings, add_result, read_results, run_cell
 from time_to_quality_report import json_rows, write_report
-from time_to_quality_trl import TRL, run_trl, seconds_of_trl
+from time_to_quality_trl import TRL, fastest, run_trl, seconds_of_trl
+from trl_search import best, table
 
 OTHER_S = 90.0
 """What a cell is expected to take besides its seconds of training: a start, and the evaluations."""
 OTHER_S_OF_TRL = 180.0
 """With the start of vLLM."""
+EVALUATION_S = 45.0
+"""That are left for the evaluations, where TRL is ended by the limit of the call."""
 SMOKE = (
     "data.size=64",
     "data.holdout=8",
@@ -76,7 +80,8 @@ def run(
         with tempfile.TemporaryDirectory() as folder:
             if cell.mode == TRL:
                 own = Path(folder)
-                result = run_trl(settings, config, cell, own, python=trl_python, changes=trl_changes)
+                left_s = 60 * minutes - (time.monotonic() - began) - EVALUATION_S
+                result = run_trl(settings, config, cell, own, python=trl_python, changes=trl_changes, limit_s=left_s)
             else:
                 result = run_cell(settings, config, cell, Path(folder))
                 if runs is not None:
@@ -100,6 +105,20 @@ def keep_run(folder: Path, runs: Path, cell: TimedCell) -> None:
 
 def config_of(settings: TimedSettings, seed: int) -> RunConfig:
     return recipe(settings.recipe, *settings.changes, f"seed={seed}")
+
+
+def fastest_of_trl(options: argparse.Namespace, settings: TimedSettings) -> list[str]:
+    """As KEY=JSON, from the file that an earlier search has written, or by a search now."""
+    known = options.file.with_suffix(".trl.json")
+    if not known.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            config, limit_s = config_of(settings, options.seeds[0]), options.trl_search_s
+            tried = fastest(settings, config, Path(folder), python=options.trl_python, limit_s=limit_s)
+        say("\n".join(table(tried)))
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(json.dumps([f"{key}={value}" for key, value in best(tried).settings.items()]))
+    found: list[str] = json.loads(known.read_text())
+    return found
 
 
 def seeds_of(words: str) -> list[int]:
@@ -127,6 +146,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="of TRL's training, if not as long as the others; a setting of the file, so it is given for all of its cells",
     )
     running.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="a Python that has TRL and vLLM")
+    running.add_argument(
+        "--trl-search-s",
+        type=float,
+        default=0.0,
+        help="try settings of TRL for so long, print a table, and use the fastest; they are kept beside FILE",
+    )
     running.add_argument("--trl-set", action="append", default=[], metavar="KEY=JSON", help="of its GRPOConfig")
     reporting = commands.add_parser("report", help="tables and figures")
     reporting.add_argument("file", type=Path)
@@ -145,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 is_split_by_prompt=True,
             )
             cells = missing(options.file, settings, options.modes.split(","), options.seeds)
+            if options.trl_search_s and any(cell.mode == TRL for cell in cells):
+                options.trl_set = [*fastest_of_trl(options, settings), *options.trl_set]
             trl: dict[str, Any] = {"trl_python": options.trl_python, "trl_changes": options.trl_set}
             run(options.file, settings, cells, minutes=options.minutes, runs=options.runs, **trl)
         case "report" if options.json:

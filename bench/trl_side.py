@@ -3,8 +3,9 @@ of Millstream, except the rules by which an environment of single turns scores a
 
     python bench/trl_side.py JOB.json
 
-Reads a job, trains, and writes `result.json` and weights (`step-N.safetensors`) to the job's folder. The clock starts when
-training does: imports, loading and set-up come before it. Weights are kept in memory and written when training is over.
+Reads a job, trains, and writes `result.json` to the job's folder after every step, and weights (`step-N.safetensors`) as they
+come: a run that is ended at any time counts up to its last step. The clock starts when training does: imports, loading and
+set-up come before it. It stands still while files are written.
 """
 
 from __future__ import annotations
@@ -25,42 +26,67 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused
 
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """The time of every step, the weights of some, and the end when the time is up. Weights are kept every so many steps, or
-    of the first step after every so many seconds; then what the first step takes longer than the second, such as compilation,
-    is not counted as time."""
+    """The time of every step, the weights of some, and the end when the time is up. Weights are written every so many steps, or
+    of the first step after every so many seconds; then what the first step takes longer than the next with a generation,
+    such as compilation, is not counted as time."""
 
-    def __init__(self, model: Any, keep_every: int | None, keep_every_s: float, limit_s: float) -> None:
+    def __init__(self, model: Any, reward: Reward, job: dict[str, Any]) -> None:
         self.model = model
-        self.keep_every = keep_every
-        self.keep_every_s = keep_every_s
-        self.limit_s = limit_s
+        self.reward = reward
+        self.folder = Path(job["folder"])
+        self.keep_every: int | None = job.get("keep_every")
+        self.keep_every_s: float = job.get("keep_every_s", 0.0)
+        self.limit_s: float = job["limit_s"]
+        self.cycle: int = job.get("cycle", 1)
         self.began = 0.0
+        self.writing_s = 0.0
         self.step_ends: list[float] = []
-        self.kept: dict[int, dict[str, torch.Tensor]] = {}
+        self.kept: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.step_ends.append(time.perf_counter() - self.began)
-        if not self._is_due(state.global_step):
-            return
-        self._keep(state.global_step)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ended = time.perf_counter()
+        self.step_ends.append(ended - self.began - self.writing_s)
+        if state.is_world_process_zero:
+            if self._is_due(state.global_step):
+                self._keep(state.global_step)
+            self.write()
+        self.writing_s += time.perf_counter() - ended
         is_late = torch.tensor(float(self._seconds() > self.limit_s))
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.broadcast(is_late, src=0)  # all processes stop at the same step, or none
         control.should_training_stop = control.should_training_stop or bool(is_late)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._keep(state.global_step)
+        if state.is_world_process_zero and state.global_step not in self.kept:
+            self._keep(state.global_step)
 
     def _keep(self, step: int) -> None:
-        self.kept[step] = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        weights = {name: value.detach().contiguous() for name, value in self.model.named_parameters()}
+        save_file(weights, self.folder / f"step-{step}.safetensors")
+        self.kept.append(step)
+
+    def write(self, num_with_signal: int | None = None) -> None:
+        """`num_with_signal`: of all processes. None: of this one."""
+        reward = self.reward
+        result = {
+            "step_ends": self.step_ends,
+            "kept": self.kept,
+            "num_with_signal": reward.num_with_signal if num_with_signal is None else num_with_signal,
+            "mean_tokens": reward.num_tokens / max(1, reward.num_rollouts),
+        }
+        written = self.folder / "result.json.new"
+        written.write_text(json.dumps(result))
+        written.replace(self.folder / "result.json")
 
     def _seconds(self) -> float:
-        first, *others = self.step_ends
-        excess = first - (others[0] - first) if others and self.keep_every is None else 0.0
-        return self.step_ends[-1] - max(0.0, excess)
+        ends, cycle = self.step_ends, self.cycle
+        excess = ends[0] - (ends[cycle] - ends[cycle - 1]) if len(ends) > cycle and self.keep_every is None else 0.0
+        return ends[-1] - max(0.0, excess)
 
     def _is_due(self, step: int) -> bool:
         if self.keep_every is not None:
@@ -110,7 +136,7 @@ def run(job: dict[str, Any]) -> None:
     if job.get("narrow_head"):
         trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = model.config.vocab_size  # made for GPUs and large vocabularies
     reward = Reward(job["config"]["num_generations"], job.get("environment", []))
-    clock = Clock(model, job.get("keep_every"), job.get("keep_every_s", 0.0), job["limit_s"])
+    clock = Clock(model, reward, job)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -122,19 +148,7 @@ def run(job: dict[str, Any]) -> None:
     trainer.train()
     num_with_signal = int(trainer.accelerator.reduce(torch.tensor(float(reward.num_with_signal)), reduction="sum"))
     if trainer.accelerator.is_main_process:
-        write(Path(job["folder"]), clock, num_with_signal, reward.num_tokens / max(1, reward.num_rollouts))
-
-
-def write(folder: Path, clock: Clock, num_with_signal: int, mean_tokens: float) -> None:
-    for step, weights in clock.kept.items():
-        save_file(weights, folder / f"step-{step}.safetensors")
-    result = {
-        "step_ends": clock.step_ends,
-        "kept": list(clock.kept),
-        "num_with_signal": num_with_signal,
-        "mean_tokens": mean_tokens,
-    }
-    (folder / "result.json").write_text(json.dumps(result))
+        clock.write(num_with_signal)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,16 @@ def test_a_ratio_is_over_the_steps_that_both_cells_have_measured() -> None:
     assert not in_both(late, shorter)
     (line, _) = lines_of(replace(found, cells={**found.cells, (late.workload, "2"): late}), WORKLOADS)
     assert line.ratios == {}
+
+
+def test_of_a_peer_with_the_same_settings_the_last_record_counts_over_whole_generations(results: Path) -> None:
+    (peer,) = read_records(results).peers
+    longer = replace(peer, step_ends=[30.0, 50.0, 68.0, 86.0, 90.0], tokens=[100, 100, 90, 90, 80], cycle=2)
+    append_record(results, longer)
+    append_record(results, replace(longer, settings={"micro_batch": "16"}, step_ends=[]))
+    found, other = read_records(results).peers
+    assert found == longer and other.step_s == math.inf
+    assert found.step_s == 18.0 and found.tokens_per_s == 5.0
 
 
 def test_cells_that_were_not_measured_are_printed_as_such(results: Path) -> None:

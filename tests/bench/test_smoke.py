@@ -26,6 +26,7 @@ PARTS = {
     "end_to_end_report",
     "end_to_end_trl",
     "held_out",
+    "limited",
     "losses_peers",
     "machine",
     "modes",
@@ -42,6 +43,7 @@ PARTS = {
     "time_to_quality_data",
     "time_to_quality_report",
     "time_to_quality_trl",
+    "trl_search",
     "trl_side",
 }
 """Of benchmarks that have several files: started by them, or imported."""

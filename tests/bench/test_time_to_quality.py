@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import run_parts
 import time_to_quality
+import trl_search
 from curves import Point
 from held_out import measure_configs
 from internals import audit, first_epoch, recipe
@@ -265,3 +266,25 @@ def test_steps_of_trl_count_up_to_the_first_that_ends_after_the_time() -> None:
 
 def test_a_worked_sum_is_computed_from_left_to_right() -> None:
     assert steps_of_sum({"metadata": {"expression": "3 + 4 - 12"}}) == "3 + 4 = 7. 7 - 12 = -5."
+
+
+def test_changes_of_trl_that_make_its_steps_faster_are_kept_while_there_is_time() -> None:
+    seconds = {"": 4.0, "batch=2": 3.0, "batch=4": math.inf, "batch=2 memory=1": 2.99, "batch=2 sleep=1": 2.0}
+
+    def step_s_of(settings: dict[str, str], left_s: float) -> float:
+        assert 0 < left_s <= 60
+        return seconds[" ".join(f"{key}={value}" for key, value in settings.items())]
+
+    changes = [{"batch": "2"}, {"batch": "4"}, {"memory": "1"}, {"sleep": "1"}]
+    tried = trl_search.search({}, changes, step_s_of, 60.0)
+    assert [trial.step_s for trial in tried] == [4.0, 3.0, math.inf, 2.99, 2.0]
+    assert trl_search.best(tried).settings == {"batch": "2", "sleep": "1"}
+    lines = list(trl_search.table(tried))
+    assert "| batch=4 | failed" in lines[4] and lines[-1] == "| batch=2, sleep=1 | 2.00 (best) |"
+    assert trl_search.search({}, changes, step_s_of, 0.0) == []
+
+
+def test_a_step_of_trl_is_measured_over_whole_generations() -> None:
+    assert trl_search.step_s([9.0, 12.0, 15.0], 1) == 3.0
+    assert trl_search.step_s([9.0, 10.0, 15.0, 16.0, 21.0], 2) == 3.0, "the last generation has one step yet"
+    assert trl_search.step_s([9.0, 10.0], 2) == math.inf
