@@ -211,8 +211,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def searched(options: argparse.Namespace) -> list[str]:
     """The fastest options, each tried in a process of its own."""
-    own = ["--workload", options.workload, "--folder", str(options.folder), "--model", options.model, "--prompts", options.prompts]
-    own += ["--group-size", str(options.group_size), "--max-tokens", str(options.max_tokens)]
+    own = ["--workload", options.workload, "--folder", str(options.folder)]
+    own += [
+        "--model",
+        options.model,
+        "--prompts",
+        options.prompts,
+        "--group-size",
+        str(options.group_size),
+        "--max-tokens",
+        str(options.max_tokens),
+    ]
     own += ["--longest-prompt", str(options.longest_prompt), "--rollouts", str(options.search_rollouts), "--steps", "4"]
     own += [] if options.vllm else ["--no-vllm"]
 
