@@ -101,6 +101,8 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
                 plan = SMOKE if options.smoke else ON_GPU
                 known[kind] = measure_costs(workload.shape, config, model, plan, options.set)
                 append_record(results, known[kind])
+            if options.only_costs:
+                continue
             try:
                 result = run_cell(name, workload, mode, sources, Path(scratch), budget, options.set)
             except (NotMeasured, MillstreamError, torch.OutOfMemoryError) as error:
@@ -138,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--warm-steps", type=int, help="before them: at least two more than max_lag. The default is the load's"
     )
     parser.add("--costs", "474M,1.7B", smoke="tiny", help="shapes whose costs are measured, by comma")
+    parser.add_argument("--only-costs", action="store_true", help="of the shapes of the cells; the cells are not run")
     parser.add("--limit", 300.0, smoke=60.0, help="seconds after which a cell ends with what it has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of every cell")
     parser.add_argument("--keep-runs", action="store_true", help="keep the events of every cell, in FOLDER/CELL")

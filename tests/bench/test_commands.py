@@ -1,4 +1,5 @@
-"""Every command of a benchmark that a page or a benchmark itself shows is one that its parser takes. Nothing is measured."""
+"""Every command of a benchmark that a page or a benchmark itself shows, or that bench/one_gpu.py starts, is one that its parser
+takes. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from one_gpu_parts import FOLDERS, PYTHONS, plan, smoke_plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -39,7 +42,9 @@ def commands() -> list[str]:
     texts = [page.read_text() for page in PAGES]
     for path in sorted((ROOT / "bench").glob("*.py")):
         texts.append(ast.get_docstring(ast.parse(path.read_text())) or "")
-    return sorted({command for text in texts for command in shown_in(text)})
+    given = dict.fromkeys([*FOLDERS, *PYTHONS, "folder"], "GIVEN")
+    planned = (shlex.join([part.script, *part.words(given)[2:]]) for part in [*plan(300.0), *smoke_plan()])
+    return sorted({*(command for text in texts for command in shown_in(text)), *planned})
 
 
 @pytest.mark.parametrize("command", commands())

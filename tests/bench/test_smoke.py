@@ -30,6 +30,7 @@ PARTS = {
     "losses_peers",
     "machine",
     "modes",
+    "one_gpu_parts",
     "published_sides",
     "published_worlds",
     "quality_cells",
