@@ -83,8 +83,10 @@ def check_warm_steps(wanted: Sequence[CellKey], workloads: dict[str, Workload]) 
             raise SystemExit(f"{name}/{mode}: {found} warm-up steps, expected at least {needed}: --warm-steps {needed}")
 
 
-def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: argparse.Namespace) -> None:
-    """Each result is in the file before the next cell starts. A cell that fails is recorded, and the others are measured."""
+def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: argparse.Namespace) -> list[str]:
+    """Each result is in the file before the next cell starts. A cell that fails is recorded, and returned with its reason; the
+    others are measured."""
+    failures = list[str]()
     results = options.folder / "results.jsonl"
     known = dict(read_records(results).costs)
     for name, mode in wanted:
@@ -108,6 +110,7 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
             except (NotMeasured, MillstreamError, torch.OutOfMemoryError) as error:
                 why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
                 say(f"{name}/{mode}: {why}")
+                failures.append(f"{name}/{mode}: {why}")
                 append_record(results, Failed(workload=name, mode=mode, why=why))
             else:
                 append_record(results, result)
@@ -121,6 +124,7 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
         free_memory()
         if torch.cuda.is_available():
             say(f"  {device_bytes() / 2**30:.1f} GiB are still in use")
+    return failures
 
 
 def keep_run(run_dir: Path, kept: Path) -> None:
@@ -156,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.folder = Path(scratch)
         wanted = chosen(options.cells, workloads)
         check_warm_steps(wanted, workloads)
-        measure(wanted, workloads, options)
+        failures = measure(wanted, workloads, options)
         found = read_records(options.folder / "results.jsonl")
         everything = cells(workloads)
         shown = [found.cells[key] for key in (everything if options.smoke else SHOWN) if key in found.cells]
@@ -166,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             publish(rows_of(found, workloads, everything), options)
         else:
             print("\n".join(table(found, workloads, everything)), flush=True)
+        if failures:
+            raise SystemExit("\n".join(f"not measured: {failure}" for failure in failures))
 
 
 if __name__ == "__main__":

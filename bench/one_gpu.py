@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from limited import GRACE_S, run_limited
 from one_gpu_parts import FOLDERS, PYTHONS, Part, plan, smoke_plan
@@ -67,7 +67,7 @@ def run_part(part: Part, given: Mapping[str, str], folder: Path, left_s: float) 
     began, limit_s = time.monotonic(), min(part.limit_s, left_s)
     out, log = file_of(folder, part, "json"), file_of(folder, part, "log")
     with out.open("w") as rows, log.open("w") as words:
-        status = run_limited(part.words(given), limit_s, out=rows, log=words)
+        status = run_limited(part.words(given, limit_s), limit_s, out=rows, log=words)
     outcome: Status = "measured" if status == 0 else "failed"
     if status is None:
         outcome = "over its limit" if limit_s == part.limit_s else "ended by the call's limit"
@@ -155,12 +155,13 @@ def end_to_end_rows(folder: Path) -> list[Row]:
 
 
 def quality_rows(folder: Path) -> list[Row]:
-    if not (path := folder / "quality.jsonl").exists():
+    if not (paths := sorted(folder.glob("quality-*.jsonl"))):
         return []
     from time_to_quality_cells import read_results
     from time_to_quality_report import json_rows
 
-    return json_rows(read_results(path), None)
+    rows = {path.stem: json_rows(read_results(path), None) for path in paths}
+    return [structs.replace(row, workload=f"{row.workload}, {name} s") for name, some in rows.items() for row in some]
 
 
 @contextmanager

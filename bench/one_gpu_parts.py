@@ -1,8 +1,9 @@
 """The parts of `bench/one_gpu.py`, in the order of their importance: commands of the other benchmarks, with the seconds that
 each is expected to take on an H200, and after which it is ended.
 
-A command names scripts of this folder; `{model}`, `{gsm8k}`, `{trl}`, `{vllm}` and `{folder}` are filled in. What a part cannot
-do without is what its command names.
+A command names scripts of this folder; `{model}`, `{gsm8k}`, `{trl}`, `{vllm}` and `{folder}` are filled in, and what is left
+of the call's time: `{seconds}`, less what a cell takes before and after it, and `{minutes}`, all of it. A part needs what its
+command names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from msgspec import Struct
 BENCH = Path(__file__).parent
 PYTHONS = {"trl": "a Python that has TRL and vLLM", "vllm": "a Python that has Millstream, vLLM and Ray"}
 FOLDERS = {"model": "a folder with SmolLM2-135M-Instruct", "gsm8k": "a JSON lines file with question and answer"}
-END_TO_END, QUALITY = "{folder}/end-to-end", "{folder}/quality.jsonl"
+END_TO_END = "{folder}/end-to-end"
+AROUND_S = 60.0
+"""That a cell takes at most besides its run."""
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -35,8 +38,9 @@ class Part(Struct, frozen=True, kw_only=True):
     def script(self) -> str:
         return self.command.removeprefix("{trl} ").removeprefix("{vllm} ").split()[0]
 
-    def words(self, given: Mapping[str, str]) -> list[str]:
+    def words(self, given: Mapping[str, str], left_s: float) -> list[str]:
         """The command with what is given, as it is started."""
+        given = {**given, "seconds": f"{max(1.0, left_s - AROUND_S):.0f}", "minutes": f"{left_s / 60:.3f}"}
         words = [word.format(**given) for word in self.command.split()]
         python = words.pop(0) if self.command.startswith(("{trl}", "{vllm}")) else sys.executable
         return [python, str(BENCH / f"{words[0]}.py"), *words[1:]]
@@ -49,23 +53,25 @@ def part(letter: str, name: str, command: str, expected_s: float, limit_s: float
 
 
 def cell(letter: str, load: str, mode: str, expected_s: float, options: str = "--steps 6") -> Part:
-    """Of bench/end_to_end.py, in a process of its own."""
-    command = f"end_to_end --folder {END_TO_END} --cells {load}/{mode} --costs none {options} --json"
-    return part(letter, f"{load}/{mode}", command, expected_s)
+    """Of bench/end_to_end.py, in a process of its own. It ends by itself, with what it has, before its limit."""
+    command = (
+        f"end_to_end --folder {END_TO_END} --cells {load}/{mode} --costs none {options} --limit {{seconds}} --json"
+    )
+    return part(letter, f"{load}/{mode}", command, expected_s, expected_s + 120)
 
 
 def quality(mode: str, seed: int, seconds: float) -> Part:
     """TRL uses the settings that the search has found."""
     expected_s = seconds + (180 if mode == "trl" else 90)
-    command = f"time_to_quality run {QUALITY} {_quality_options(seconds)} --modes {mode} --seeds {seed}"
-    command += f" --minutes {(expected_s + 20) / 60:.1f}"
+    command = f"{_quality_command(seconds)} --modes {mode} --seeds {seed} --minutes {{minutes}}"
     command += " --trl-python {trl} --trl-search-s 1" if mode == "trl" else ""
-    return part("c", f"quality {mode}/{seed}", command, expected_s, expected_s + 25)
+    return part("c", f"quality {mode}/{seed}, {seconds:g} s", command, expected_s, expected_s + 25)
 
 
-def _quality_options(seconds: float) -> str:
-    """The same in all calls: results of others are not comparable."""
-    return f"--seconds {seconds:g} --trl-seconds {seconds:g} --set model.path={{model}}"
+def _quality_command(seconds: float) -> str:
+    """With the options that all results of a file share."""
+    file = f"{{folder}}/quality-{seconds:g}.jsonl"
+    return f"time_to_quality run {file} --seconds {seconds:g} --trl-seconds {seconds:g} --set model.path={{model}}"
 
 
 def plan(quality_s: float) -> list[Part]:
@@ -98,7 +104,7 @@ def _quality(seconds: float) -> Iterator[Part]:
     yield from (quality(mode, 0, seconds) for mode in ("2", "barrier", "0", "4"))
     large = "end_to_end_trl --folder {folder}/end-to-end --rollouts 512 --steps 1 --search-s 200"
     yield part("c", "TRL, 512 rollouts", f"{{trl}} {large}", 460, 510)
-    search = f"time_to_quality run {QUALITY} {_quality_options(seconds)} --modes trl --minutes 0"
+    search = f"{_quality_command(seconds)} --modes trl --minutes 0"
     yield part("c", "TRL, its settings", f"{search} --trl-python {{trl}} --trl-search-s 300", 320, 420)
     yield quality("trl", 0, seconds)
     for seed in (1, 2):
@@ -139,6 +145,6 @@ def _weights() -> Iterator[Part]:
 def smoke_plan() -> list[Part]:
     """Every script, once, the fastest first."""
     scripts = dict.fromkeys(re.sub(r"^end_to_end_trl$", "end_to_end", one.script) for one in plan(1.0))
-    known = ["decode_step", "swap", "nccl"]
-    order = [*known, *(script for script in scripts if script not in known)]
-    return [part("s", script, f"{script} --smoke --json", 5, 120) for script in order]
+    quick = ["decode_step", "swap", "path", "recipe_rate"]
+    order = [*quick, *(script for script in scripts if script not in quick)]
+    return [part("s", script, f"{script} --smoke --json", 5, 300) for script in order]

@@ -25,7 +25,7 @@ PROGRAMS = {
 class Program(Part, frozen=True, kw_only=True):
     """A part that is no benchmark."""
 
-    def words(self, given: object) -> list[str]:
+    def words(self, given: object, left_s: float) -> list[str]:
         return [sys.executable, "-c", PROGRAMS[self.command.split()[0]]]
 
 
