@@ -16,12 +16,13 @@ from millstream.decoding import msgpack_decoder
 from millstream.engine.base import EngineLine
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import OnReport
-from millstream.engine.native.lines import LineEngine
+from millstream.engine.native.lines import LineEngine, LineHello, LinkHub
 from millstream.engine.native.process import ChannelLink
 from millstream.engine.native.worker import Command, DecodeWorker, WorkerReport
 from millstream.errors import EngineGone
 from millstream.events.sinks import MemorySink
 from millstream.rpc.call import Channel
+from millstream.rpc.frames import frame
 from millstream.types import Completion, ComputePath, Finish, Request, RequestKey, Sampling, Weights
 
 
@@ -260,3 +261,42 @@ def test_a_key_that_comes_on_a_second_line_is_not_mixed_up_with_the_first() -> N
             assert (await kept).finish is Finish.ABORT
 
     asyncio.run(run())
+
+
+def test_a_line_that_opens_while_a_report_is_sent_waits_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker reads on another thread than that which reports."""
+    hub, (driver, _other) = LinkHub(), socket.socketpair()
+    sending, is_read = threading.Event(), threading.Event()
+
+    def connect() -> socket.socket:
+        connection = socket.create_connection((hub.address.host, hub.address.port))
+        connection.sendall(frame(LineHello(hub.address.token)))
+        assert connection.recv(1) == b"1"
+        return connection
+
+    def read() -> None:
+        assert sending.wait(60)
+        hub.wait(driver, block=True)
+        is_read.set()
+
+    lines = [connect(), connect()]
+    while len(hub._lines) < 2:
+        hub.wait(driver, block=True)
+    tell = hub._tell
+
+    def slowly(line: Any, report: WorkerReport) -> None:
+        sending.set()
+        assert not is_read.wait(0.2), "a line was opened while a report is sent"
+        tell(line, report)
+
+    lines.append(connect())
+    monkeypatch.setattr(hub, "_tell", slowly)
+    reader = threading.Thread(target=read)
+    reader.start()
+    hub.split(WorkerReport([], [], version=3))
+    monkeypatch.setattr(hub, "_tell", tell)
+    reader.join(60)
+    assert is_read.is_set() and len(hub._lines) == 3
+    hub.close()
+    for line in lines:
+        line.close()

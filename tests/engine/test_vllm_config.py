@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import socket
@@ -18,11 +19,13 @@ from msgspec import structs
 from millstream.clock import RealClock
 from millstream.decoding import decode_msgpack
 from millstream.engine import EngineConfig
+from millstream.engine.base import NO_REQUEST
 from millstream.engine.http.config import HttpConfig
+from millstream.engine.native.worker import Abort, WorkerReport
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, set_environment
 from millstream.engine.vllm.config import VllmConfig, check_args
 from millstream.engine.vllm.extension import WorkerExtension
-from millstream.engine.vllm.worker import VllmRequest, VllmWorker, serve_vllm
+from millstream.engine.vllm.worker import Commands, VllmRequest, VllmWorker, serve_vllm
 from millstream.env.data import DataConfig
 from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
@@ -198,6 +201,28 @@ def test_a_token_that_was_sampled_before_the_weights_it_would_be_recorded_for_br
     assert asked.versions == [3]
     with pytest.raises(EngineError, match="before version 3 came late"):
         worker._take(asked, sampled_at(99.5))
+
+
+def test_a_report_that_cannot_be_sent_and_a_reader_that_fails_break_the_engine() -> None:
+    reports = list[WorkerReport]()
+
+    def send(report: WorkerReport) -> None:
+        if report.done:
+            raise RuntimeError("a report was lost")
+        reports.append(report)
+
+    async def broken_by(*commands: Any) -> str:
+        worker = VllmWorker(setup(), send)
+        output_handler = asyncio.get_running_loop().create_future()
+        worker._llm = SimpleNamespace(output_handler=output_handler, shutdown=lambda timeout: None)
+        queue: Commands = asyncio.Queue()
+        for command in commands:
+            queue.put_nowait(command)
+        await asyncio.wait_for(worker.run(queue), 60)
+        return str(reports[-1].broken)
+
+    assert asyncio.run(broken_by(Abort(7, NO_REQUEST))) == "RuntimeError: a report was lost"
+    assert asyncio.run(broken_by(KeyError("a line"))) == "KeyError: 'a line'"
 
 
 def test_weights_of_another_shape_or_name_are_refused_when_they_are_offered() -> None:

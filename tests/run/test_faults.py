@@ -160,6 +160,32 @@ def test_sigusr1_never_ends_a_process_whose_threads_are_at_work(tmp_path: Path) 
     assert "in deep" in (tmp_path / "stacks.txt").read_text()
 
 
+HANGING = """
+import ctypes
+from millstream.rpc.serve import write_stacks_on_signal
+
+def hang(libc, mutex):
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)
+
+write_stacks_on_signal()
+mutex = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(mutex)
+hang(libc, mutex)
+"""
+
+
+def test_sigusr1_writes_where_a_worker_hangs_outside_of_python() -> None:
+    process = subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None and process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGUSR1)
+    lines = [process.stderr.readline() for _ in range(2)]
+    process.kill()
+    process.communicate()
+    assert b"most recent call first" in lines[0] and b"in hang" in lines[1], lines
+
+
 def test_a_store_without_room_becomes_an_error_that_names_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.simulated.MemoryStore", lambda tasks: MemoryStore(tasks, capacity_rows=3))
     with pytest.raises(StallError, match=r"group \d+ has waited 50 s for room in the store"):

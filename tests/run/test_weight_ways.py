@@ -19,7 +19,9 @@ from millstream.engine.processes import LocalWeights
 from millstream.errors import ConfigError, WeightsError
 from millstream.events import WeightsLoaded
 from millstream.events.sinks import read_events
+from millstream.model.adapters import add_adapters, is_adapter, trained_weights
 from millstream.model.load import model_weights
+from millstream.model.lora import LoraConfig
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig
 from millstream.run.places import Gpu, Machine, local_ways, place
@@ -141,11 +143,15 @@ def test_versions_that_are_staged_on_the_learners_gpu_alone_count_towards_its_me
     assert shape is not None
     device = ModelDevice(is_gpu=True, free_bytes=80e9, engine_bytes=80e9)
 
-    def needed(weights: str) -> float:
-        return choose_sizes(run("[learner]\nmicro_batch_tokens = 4096", weights), device, shape).needed_gb or 0.0
+    def needed(weights: str, engine: str = "") -> float:
+        config = run(f"[learner]\nmicro_batch_tokens = 4096\n{engine}", weights)
+        return choose_sizes(config, device, shape).needed_gb or 0.0
 
     assert needed("'nccl', 'shared'") == needed("")
-    assert needed("'nccl'") - needed("") == pytest.approx(2 * 2 * shape.parameters / 1e9, abs=0.02)
+    staged = pytest.approx(2 * 2 * shape.parameters / 1e9, abs=0.02)
+    assert needed("'nccl'") - needed("") == staged
+    shared, ipc = (needed(f"'shared'{way}", VLLM) for way in ("", ", 'ipc'"))
+    assert ipc - shared == staged
 
 
 # ---- the publisher of a local run --------------------------------------------------------------------------------------
@@ -188,6 +194,29 @@ def test_where_nccl_does_not_work_the_next_way_is_used_with_one_line_or_it_is_an
     finally:
         weights.close()
         alone.close()
+
+
+def test_engines_that_start_later_get_the_copy_that_others_have_though_adapters_were_trained_since() -> None:
+    model = make("llama")
+    add_adapters(model, LoraConfig(rank=2), seed=0)
+    weights = LocalWeights(run("").engine, model)
+    try:
+        first = weights.first()
+        adapters = trained_weights(model)
+        with torch.no_grad():
+            for adapter in adapters.values():
+                adapter += 1.0
+        changed = weights.first()
+        assert changed != first, "nothing was published: an engine may serve what it begins with"
+        weights.publish(1, adapters)
+        with torch.no_grad():
+            next(iter(adapters.values())).add_(1.0)
+        assert weights.first() == changed
+        with torch.no_grad():
+            next(value for name, value in model_weights(model).items() if not is_adapter(name)).add_(1.0)
+        assert weights.first() != changed
+    finally:
+        weights.close()
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------------

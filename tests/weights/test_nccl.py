@@ -15,7 +15,8 @@ from millstream.errors import WeightsError, WeightsUnreachable
 from millstream.model.shared_memory import layout_of
 from millstream.store.segments import segment_folder
 from millstream.weights import TransferWay
-from millstream.weights.transfer.broadcast import NcclFetch, why_no_nccl
+from millstream.weights.transfer import broadcast
+from millstream.weights.transfer.broadcast import NcclFetch, host_buffer, why_no_nccl
 from millstream.weights.transfer.broadcast import Peer as Connection
 from millstream.weights.transfer.broadcast_sender import NcclStage, Receiver, one_round
 from millstream.weights.transfer.fetcher import WeightsFetcher
@@ -55,7 +56,7 @@ def expected(version: int, num_bytes: int = 1 << 16) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ways", "is_on_host"), [(["nccl"], False), (["nccl", "files"], False), (["nccl", "broadcast"], True)]
+    ("ways", "is_on_host"), [(["nccl"], False), (["nccl", "files"], True), (["nccl", "broadcast"], True)]
 )
 def test_every_byte_of_a_version_reaches_another_process_from_the_copy_on_the_device_or_from_the_hosts(
     ways: list[TransferWay],
@@ -109,7 +110,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NcclFetch, "_has_room", lambda fetch, num_bytes: False)
 
 
-def test_where_the_device_has_no_room_a_version_passes_through_two_buckets_there_to_the_hosts_memory(
+def test_where_the_device_has_no_room_a_version_arrives_through_two_buckets_there_in_the_hosts_memory(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_room(monkeypatch)
@@ -121,13 +122,13 @@ def test_where_the_device_has_no_room_a_version_passes_through_two_buckets_there
         ref = publisher.put(version, weights(version))
         with fetcher.take(ref) as taken:
             assert len(ref.digests) > 4 and taken.way == "nccl" and fingerprint(taken.weights) == expected(version)
-        (landing,) = fetch._free
-        assert [len(bucket) for bucket in landing.passing] == [BUCKET, BUCKET]
-        used.append(landing.flat.data_ptr())
+        (buffer,) = fetch._free
+        assert [len(bucket) for bucket in buffer.bounce] == [BUCKET, BUCKET]
+        used.append(buffer.flat.data_ptr())
     assert used[0] == used[1], "it is allocated once"
 
 
-def test_a_wrong_bucket_that_passes_through_the_device_is_found_before_any_of_the_version_is_handed_out(
+def test_a_wrong_bucket_that_comes_through_the_device_is_found_before_any_of_the_version_is_handed_out(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_room(monkeypatch)
@@ -145,12 +146,13 @@ def test_where_neither_device_nor_host_has_room_this_and_all_later_versions_come
 ) -> None:
     publisher, fetcher = new_publisher(["nccl", "broadcast"]), WeightsFetcher("b", device=CPU)
 
-    def no_room(fetch: NcclFetch, num_bytes: int) -> bool:
-        raise torch.OutOfMemoryError("no room")
+    def no_room(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+        raise RuntimeError("no room")
 
     with fetcher.take(publisher.put(1, weights(1))) as taken:
         assert taken.way == "nccl"
-    monkeypatch.setattr(NcclFetch, "_has_room", no_room)
+    without_room(monkeypatch)
+    monkeypatch.setattr(broadcast, "host_buffer", no_room)
     for version in (2, 3):
         larger = 1 << (16 + version)  # the memory of the version before is too small
         with fetcher.take(publisher.put(version, weights(version, larger))) as taken:
@@ -224,3 +226,34 @@ def test_without_a_gpu_it_is_left_out_with_a_warning_or_refused_where_it_is_the_
     assert 'use "shared" on one node, "broadcast" between nodes' in caplog.text
     with pytest.raises(WeightsError, match=r'resources\.weights has "nccl", and it does not work here'):
         new_publisher(["nccl"], device=None)
+
+
+def test_a_process_that_must_not_use_nccl_takes_the_next_way_without_a_try(new_publisher: NewPublisher) -> None:
+    publisher = new_publisher(["nccl", "shared"])
+    with WeightsFetcher("a", device=CPU, without=("nccl",)).take(publisher.put(1, weights(1))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(1)
+
+
+def test_memory_of_the_host_is_pinned_as_it_is_and_released_when_nobody_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = dict[int, int]()
+
+    class Cuda:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+            pinned[address] = num_bytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            del pinned[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    flat = host_buffer(1_000_001, is_pinned=True)
+    part = flat[10:20].view(torch.int16)
+    assert pinned == {flat.data_ptr(): 1_000_001}
+    del flat
+    assert len(pinned) <= 1 and part.fill_(7).sum() == 35
+    del part
+    assert not pinned

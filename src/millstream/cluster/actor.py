@@ -6,9 +6,7 @@ connection closes, at once and whatever it is doing, with every process that it 
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 import socket
 import sys
 import threading
@@ -20,7 +18,7 @@ from msgspec import Struct
 
 from millstream.rpc.frames import frame, keep_alive
 from millstream.rpc.process import HOST, NODE
-from millstream.rpc.serve import end_process, exit_with
+from millstream.rpc.serve import end_process, exit_with, write_stacks_on_signal
 from millstream.rpc.worker import serve_target
 
 CONNECT_S = 30.0
@@ -43,7 +41,7 @@ class RayProcess:
         os.environ[NODE] = node
         os.environ[HOST] = "127.0.0.1" if is_on_loopback else ray.util.get_node_ip_address()
         with suppress(ValueError):  # `kill -USR1` writes its stacks to Ray's log
-            signal.signal(signal.SIGUSR1, lambda *_: faulthandler.dump_traceback(all_threads=True))
+            write_stacks_on_signal()
         with suppress(PermissionError):  # it leads a process group already
             os.setpgid(0, 0)
         connection = socket.create_connection((host, port), timeout=CONNECT_S)

@@ -7,7 +7,6 @@ names a folder of this machine: a process gets the model's description and the t
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from millstream.engine.vllm.config import VllmConfig
 from millstream.engine.vllm.engine import VLLM_WORKER, vllm_setup
 from millstream.errors import EngineError, WeightsError
 from millstream.events import EventSink
+from millstream.model.adapters import is_adapter
 from millstream.model.load import context_length, model_weights
 from millstream.rpc.process import Launcher
 from millstream.types import Weights
@@ -95,7 +95,6 @@ class LocalWeights:
     ) -> None:
         self._model = model
         self._find_delivery = find_delivery
-        self._files = ""
         self._is_vllm = config.kind == "vllm"
         self._place = (config.vllm or VllmConfig()).weights if self._is_vllm else "shared"
         self._beginning = CachedRef(self._open)
@@ -109,9 +108,11 @@ class LocalWeights:
         return open_publisher(delivery, folder=slot_folder() if self._place == "shared" else temporary)
 
     def first(self) -> WeightsRef:
-        """Of the model as it is now."""
+        """Of the model as it is now. Once a version was published, adapters may be older ones: an engine that starts then loads
+        the newest version before it serves, and those that run keep the memory of what they began with."""
+        is_replaced = is_adapter if self._newest is not None else lambda name: False
         try:
-            return self._beginning.put(model_weights(self._model))
+            return self._beginning.put(model_weights(self._model), is_replaced)
         except WeightsError as error:
             other = f'engine.vllm.weights = "{"file" if self._place == "shared" else "shared"}"'
             raise EngineError(f"{error}, or set {other if self._is_vllm else 'engine.process = false'}") from error
@@ -121,9 +122,7 @@ class LocalWeights:
             newest = self._newest
             if newest is None or newest[0] != version or newest[1] is not weights:
                 if self._publisher is None:
-                    delivery = self._find_delivery()
-                    self._files = delivery.files or ""
-                    self._publisher = self._open(delivery)
+                    self._publisher = self._open(self._find_delivery())
                 newest = self._newest = (version, weights, self._publisher.put(version, weights.items()))
             return newest[2]
 
@@ -132,5 +131,3 @@ class LocalWeights:
         self._beginning.close()
         if self._publisher is not None:
             self._publisher.close()
-        if self._files:
-            shutil.rmtree(self._files, ignore_errors=True)

@@ -251,9 +251,8 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     engine: str
     version: int
     seconds: float
-    way: str | UnsetType = (
-        UNSET  # by which they came to the engine's process (`resources.weights`); UNSET: it says none
-    )
+    way: str | UnsetType = UNSET
+    """By which they came to the engine's process (`resources.weights`). UNSET: it says none."""
 
 
 class ReplicaLeft(Event, frozen=True, kw_only=True):

@@ -120,7 +120,7 @@ class FsdpLearner:
         )
         files = checkpoint_files(model) if config.ranks > 1 else None
         self._shared: SharedWeights | None = None
-        self._fetcher = None if cluster is None else WeightsFetcher(cluster.node)
+        self._fetcher = None if cluster is None else WeightsFetcher(cluster.node, without=("nccl",))
         self.ranks = self._start_here(plan, files) if cluster is None else self._start_there(plan, files, cluster)
         self._store = store
         self._is_store_open = False  # in the ranks

@@ -27,7 +27,7 @@ from millstream.model.policy import layers_of
 from millstream.types import Weights
 
 NAME = "default"
-BASE = ".base_layer."  # in the names of what an adapter stands on
+BASE = ".base_layer."  # in the names of weights that have an adapter
 PREFIX = "base_model.model."  # in front of every name in a file of peft's
 
 

@@ -43,6 +43,13 @@ def end_process() -> None:
     os._exit(1)
 
 
+def write_stacks_on_signal() -> None:
+    """SIGUSR1 writes the stack of the main thread at once, also in a call that never returns to Python, and those of all
+    threads when it is back in Python: to read the stacks of threads that run ends the process now and then."""
+    signal.signal(signal.SIGUSR1, lambda *_: faulthandler.dump_traceback(all_threads=True))
+    faulthandler.register(signal.SIGUSR1, all_threads=False, chain=True)
+
+
 def serve_calls(
     channel: Channel,
     setup_type: Any,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -290,6 +291,9 @@ class LocalEngines:
             self._servers.close()
         if self._weights is not None:
             self._weights.close()
+        shutil.rmtree(
+            self._context.folder / "weights", ignore_errors=True
+        )  # also of a process of the run that was killed
 
 
 def backend_for(config: RunConfig, places: Places) -> Backend:

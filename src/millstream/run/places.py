@@ -186,8 +186,8 @@ def local_ways(config: RunConfig, places: Places, *, is_gpu: bool) -> tuple[Tran
     if not places.engines and engine.kind != "vllm" and not (engine.kind == "torch" and engine.process):
         to_type = "set engine.process = true" if engine.kind == "torch" else "leave it out"
         raise ConfigError(
-            "resources.weights says how weights reach processes of engines that the run starts, and here it need not start "
-            f"any: {to_type}"
+            "resources.weights says how weights reach engines that are processes, and here they may be threads of the run or "
+            f"none of its own: {to_type}"
         )
     if "ipc" in asked and not is_one_gpu:
         raise ConfigError(

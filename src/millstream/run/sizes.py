@@ -316,8 +316,9 @@ class Memory:
         self.whole = self._bytes * shape.parameters  # weights of one on a GPU of its own
         self.scorers = self._scorers(config)
         self.learner = self._learner(config) + self.scorers
-        is_staged = config.resources.weights == ("nccl",)  # with other ways, versions are staged in the host's memory
-        self.staged = NUM_STAGED * self._bytes * shape.trained if is_staged else 0.0  # for engines on other GPUs
+        asked = config.resources.weights or ()  # versions are staged in the host's memory, but
+        is_staged = asked == ("nccl",) or ("ipc" in asked and config.engine.kind == "vllm")
+        self.staged = NUM_STAGED * self._bytes * shape.trained if is_staged else 0.0
         self.engines = config.engine.num_replicas * self.engine
         self.fixed = self.learner + self.engines
 
@@ -327,7 +328,7 @@ class Memory:
         return replicas * (CONTEXT_BYTES + self.whole - self.engine) + NUM_STAGED * self.engine
 
     def _learner(self, config: RunConfig) -> float:
-        """All that does not depend on a size. Adapters share the weights that they stand on."""
+        """All that does not depend on a size. Adapters share the model's weights."""
         own = self._bytes * self._shape.trained
         total = self.whole + NUM_PUBLISHED * own + self._optimizer(self._shape.trained) / config.learner.ranks
         return total + (own if config.learner.mini_batches > 1 and config.proximal is None else 0.0)

@@ -25,7 +25,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -53,6 +53,10 @@ CORE_EXITED = "vLLM's core ended: its last lines on stderr say why"
 CORE_EXIT_S = 1.0  # for vLLM's core to exit by itself before it is killed
 
 
+Commands = asyncio.Queue[Command | Exception]
+"""An exception breaks the worker."""
+
+
 def serve_vllm(connection: socket.socket) -> None:
     """The life of a worker: until it is closed, or its connection is."""
     link = ChannelLink(connection)
@@ -64,20 +68,25 @@ def serve_vllm(connection: socket.socket) -> None:
 
 async def _serve(link: ChannelLink, worker: VllmWorker, *, has_lines: bool) -> None:
     try:
-        await worker.start()
         if has_lines:
-            link.open_lines()
+            link.open_lines()  # a client hears where with the first report, when vLLM has started
+        await worker.start()
     except Exception as error:  # process boundary: the engine gets the reason
         link.refuse(error)
         return
-    commands: asyncio.Queue[Command] = asyncio.Queue()
+    commands: Commands = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def read() -> None:
         is_open = True
         while is_open:
-            for command in link.receive(block=True):
-                is_open = is_open and not isinstance(command, Close)
+            received: Sequence[Command | Exception]
+            try:
+                received = link.receive(block=True)
+            except Exception as error:  # this thread must not end unheard
+                received = [error]
+            for command in received:
+                is_open = is_open and not isinstance(command, Close | Exception)
                 with suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(commands.put_nowait, command)
 
@@ -186,13 +195,16 @@ class VllmWorker:
             await self._shut_down()
             raise
 
-    async def run(self, commands: asyncio.Queue[Command]) -> None:
-        """Until `Close`. If it breaks, the last report has the reason."""
+    async def run(self, commands: Commands) -> None:
+        """Until `Close`. If it breaks, or is given an exception, the last report has the reason."""
+        self._commands = commands
         try:
             self._send()  # the version, and where it takes requests
             async with asyncio.TaskGroup() as self._group:
                 watching = self._group.create_task(self._watch())
                 while not isinstance(command := await commands.get(), Close):
+                    if isinstance(command, Exception):
+                        raise command
                     await self._execute(command)
                 self._end(watching)
         except Exception as error:  # the border of the worker: the engine must fail what waits
@@ -434,7 +446,13 @@ class VllmWorker:
         """Everything of one turn of the event loop is one report."""
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._send)
+            asyncio.get_running_loop().call_soon(self._send_or_break)
+
+    def _send_or_break(self) -> None:
+        try:
+            self._send()
+        except Exception as error:  # the event loop would only log it, and what was in the report is lost
+            self._commands.put_nowait(error)
 
     def _send(self) -> None:
         report = self._report

@@ -21,7 +21,9 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -215,11 +217,11 @@ def address_family(host: str) -> socket.AddressFamily:
 # ---- fetching --------------------------------------------------------------------------------------------------------
 
 
-class Landing(NamedTuple):
+class ReceiveBuffer(NamedTuple):
     """Where a version arrives."""
 
     flat: Tensor
-    passing: tuple[Tensor, ...] = ()
+    bounce: tuple[Tensor, ...] = ()
     """Two buckets that the group writes to, one after the other, if `flat` is elsewhere. Empty: it writes to `flat`."""
 
 
@@ -231,34 +233,34 @@ class BroadcastFetch:
 
     def __init__(self, options: FetchOptions) -> None:
         self._timeout_s = options.timeout_s
-        self._free: list[Landing] = []
+        self._free: list[ReceiveBuffer] = []
         self._lock = threading.Lock()
 
     def can_fetch(self, ref: WeightsRef) -> bool:
         return True
 
     def fetch(self, ref: WeightsRef) -> FetchedWeights:
-        landing = self._find_memory(ref)  # before a sender waits for it in a round
+        buffer = self._find_memory(ref)  # before a sender waits for it in a round
         request = FetchRequest(offer_in(ref, self.way).token, ref.serial, self.gpu)
         deadline = time.monotonic() + self._timeout_s
-        receive(ref, self.way, request, landing, deadline=deadline)  # after a failure the memory is not reused
-        return FetchedWeights(ref, self.way, views_of(landing.flat, ref.layout), lambda: self._free.append(landing))
+        receive(ref, self.way, request, buffer, deadline=deadline)  # after a failure the memory is not reused
+        return FetchedWeights(ref, self.way, views_of(buffer.flat, ref.layout), lambda: self._free.append(buffer))
 
-    def _find_memory(self, ref: WeightsRef) -> Landing:
+    def _find_memory(self, ref: WeightsRef) -> ReceiveBuffer:
         with self._lock:
-            for index, landing in enumerate(self._free):
-                if len(landing.flat) == ref.num_bytes:
+            for index, buffer in enumerate(self._free):
+                if len(buffer.flat) == ref.num_bytes:
                     return self._free.pop(index)
             self._free.clear()
         return self._allocate(ref)
 
-    def _allocate(self, ref: WeightsRef) -> Landing:
-        return Landing(torch.empty(ref.num_bytes, dtype=torch.uint8))
+    def _allocate(self, ref: WeightsRef) -> ReceiveBuffer:
+        return ReceiveBuffer(torch.empty(ref.num_bytes, dtype=torch.uint8))
 
 
 class NcclFetch(BroadcastFetch):
     """Receives on the GPU, all of a version if `SPARE_BYTES` are still free then. Otherwise it arrives in the host's memory,
-    and passes through the GPU bucket by bucket. After a first try that fails, and whenever there is no memory, it is not tried
+    through two buckets on the GPU. After a first try that fails, and whenever there is no memory, it is not tried
     again: the next transport is used from then on."""
 
     way: TransferWay = "nccl"
@@ -281,22 +283,24 @@ class NcclFetch(BroadcastFetch):
                 found = super().fetch(ref)
         except WeightsUnreachable:
             self._is_usable = self._is_usable or False
+            if not self._is_usable and self._device.type == "cuda":
+                torch.cuda.empty_cache()  # of a buffer that is not needed any more
             raise
         self._is_usable = True
         return found
 
-    def _allocate(self, ref: WeightsRef) -> Landing:
+    def _allocate(self, ref: WeightsRef) -> ReceiveBuffer:
+        if self._has_room(ref.num_bytes):
+            with suppress(torch.OutOfMemoryError):  # what was free may be in use by now
+                return ReceiveBuffer(torch.empty(ref.num_bytes, dtype=torch.uint8, device=self._device))
         try:
-            if self._has_room(ref.num_bytes):
-                return Landing(torch.empty(ref.num_bytes, dtype=torch.uint8, device=self._device))
             bucket_bytes = min(ref.bucket_bytes, ref.num_bytes)
-            passing = [torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
-            is_pinned = self._device.type == "cuda"
-            return Landing(torch.empty(ref.num_bytes, dtype=torch.uint8, pin_memory=is_pinned), tuple(passing))
-        except RuntimeError as error:  # out of memory, of the device or of the host
+            bounce = [torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            return ReceiveBuffer(host_buffer(ref.num_bytes, is_pinned=self._device.type == "cuda"), tuple(bounce))
+        except RuntimeError as error:
             self._is_usable = False
             raise WeightsUnreachable(
-                f"there is no room for the {ref.num_bytes / 1e9:.1f} GB of a version, neither on {self._device} nor in the "
+                f"no memory was had for the {ref.num_bytes / 1e9:.1f} GB of a version, neither on {self._device} nor in the "
                 f"host's memory ({str(error).splitlines()[0]})"
             ) from error
 
@@ -304,11 +308,23 @@ class NcclFetch(BroadcastFetch):
         return self._device.type != "cuda" or num_bytes + SPARE_BYTES <= torch.cuda.mem_get_info(self._device)[0]
 
 
+def host_buffer(num_bytes: int, *, is_pinned: bool) -> Tensor:
+    """Pinned: a GPU copies to and from it at full speed. torch's own pinned memory would be rounded up to a power of two."""
+    flat = torch.empty(num_bytes, dtype=torch.uint8)
+    if is_pinned:
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cuda.cudaHostRegister(flat.data_ptr(), num_bytes, 0))
+        weakref.finalize(flat, cuda.cudaHostUnregister, flat.data_ptr()).atexit = False
+    return flat
+
+
 def offer_in(ref: WeightsRef, way: TransferWay) -> BroadcastOffer:
     return decode_msgpack(ref.offers[way], BroadcastOffer)
 
 
-def receive(ref: WeightsRef, way: TransferWay, request: FetchRequest, landing: Landing, *, deadline: float) -> None:
+def receive(
+    ref: WeightsRef, way: TransferWay, request: FetchRequest, buffer: ReceiveBuffer, *, deadline: float
+) -> None:
     """All bytes, verified where they have landed.
 
     Raises `WeightsUnreachable` if the sender is gone or refuses, `WeightsSuperseded` if it has newer weights in their place.
@@ -316,7 +332,7 @@ def receive(ref: WeightsRef, way: TransferWay, request: FetchRequest, landing: L
     retry = Retry(RETRY)
     while True:
         try:
-            return _receive_once(ref, offer_in(ref, way), request, landing, deadline)
+            return _receive_once(ref, offer_in(ref, way), request, buffer, deadline)
         except RoundFailed as failure:
             reason, wait_s = str(failure), retry.failed(time.monotonic()) or 0.0
         if time.monotonic() + wait_s > deadline:
@@ -326,14 +342,14 @@ def receive(ref: WeightsRef, way: TransferWay, request: FetchRequest, landing: L
 
 
 def _receive_once(
-    ref: WeightsRef, offer: BroadcastOffer, request: FetchRequest, landing: Landing, deadline: float
+    ref: WeightsRef, offer: BroadcastOffer, request: FetchRequest, buffer: ReceiveBuffer, deadline: float
 ) -> None:
     peer = _connect(ref, offer, deadline)
     try:
         peer.send(request)
         match peer.receive(deadline - time.monotonic()):
             case RoundStart() as start:
-                _take_part(ref, offer, start, landing, peer)
+                _take_part(ref, offer, start, buffer, peer)
             case FetchRefused(reason=reason, is_superseded=is_superseded):
                 raise (
                     WeightsSuperseded(reason) if is_superseded else WeightsUnreachable(f"the sender refused: {reason}")
@@ -354,7 +370,7 @@ def _connect(ref: WeightsRef, offer: BroadcastOffer, deadline: float) -> Peer:
         ) from error
 
 
-def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, landing: Landing, peer: Peer) -> None:
+def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, buffer: ReceiveBuffer, peer: Peer) -> None:
     try:
         store = TCPStore(offer.host, start.port, is_master=False, timeout=timedelta(seconds=start.timeout_s))
         group = join_group(
@@ -365,7 +381,7 @@ def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, landin
             address=peer.connection.getsockname()[0],
             timeout_s=start.timeout_s,
         )
-        _receive_buckets(group, ref, landing)
+        _receive_buckets(group, ref, buffer)
     except RuntimeError as error:
         raise RoundFailed(str(error).splitlines()[0]) from error
     try:
@@ -375,14 +391,14 @@ def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, landin
         logger.info("the broadcast of version %d failed for others: %s", ref.version, failure)
 
 
-def _receive_buckets(group: Any, ref: WeightsRef, landing: Landing) -> None:
-    spans, passing = bucket_spans(ref.num_bytes, ref.bucket_bytes), landing.passing
-    places = [landing.flat[begin:end] for begin, end in spans]
-    # of two that are passing, one is copied and verified while the other one arrives
-    received = (passing[number % 2][: len(place)] if passing else place for number, place in enumerate(places))
+def _receive_buckets(group: Any, ref: WeightsRef, buffer: ReceiveBuffer) -> None:
+    spans, bounce = bucket_spans(ref.num_bytes, ref.bucket_bytes), buffer.bounce
+    places = [buffer.flat[begin:end] for begin, end in spans]
+    # of two bounce buffers, one is copied and verified while the other one is written
+    received = (bounce[number % 2][: len(place)] if bounce else place for number, place in enumerate(places))
 
     def arrive(bucket: Tensor, number: int) -> None:
-        if passing:
+        if bounce:
             places[number].copy_(bucket)
         verify_bucket(places[number], number, ref)
 

@@ -31,13 +31,13 @@ class CachedRef:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
-    def put(self, weights: Weights) -> WeightsRef:
-        """The reference of the staged copy, if that holds these weights. Else a new one; until it is complete there must be
-        room for both copies. A process that has fetched the old copy keeps it, one that comes later finds it gone. Raises
-        `WeightsError` as `WeightsPublisher.put` does; the old copy then stays."""
+    def put(self, weights: Weights, may_be_old: Callable[[str], bool] = lambda name: False) -> WeightsRef:
+        """The reference of the staged copy, if that holds these weights, but for those that `may_be_old`. Else a new one; until
+        it is complete there must be room for both copies. A process that has fetched the old copy keeps it, one that comes
+        later finds it gone. Raises `WeightsError` as `WeightsPublisher.put` does; the old copy then stays."""
         with self._lock:
             before = self._staged
-            if before is not None and _holds(before.ref, weights):
+            if before is not None and _holds(before.ref, weights, may_be_old):
                 return before.ref
             publisher = self._open_publisher()
             try:
@@ -56,7 +56,7 @@ class CachedRef:
                 self._staged.publisher.close()
 
 
-def _holds(ref: WeightsRef, weights: Weights) -> bool:
+def _holds(ref: WeightsRef, weights: Weights, may_be_old: Callable[[str], bool]) -> bool:
     """Whether the slot still exists and holds equal tensors."""
     try:
         locked = lock_slot(ref)
@@ -64,6 +64,9 @@ def _holds(ref: WeightsRef, weights: Weights) -> bool:
         return False
     try:
         found = views_of(locked.bytes, ref.layout)
-        return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name].cpu()) for name in found)
+        if found.keys() != weights.keys():
+            return False
+        compared = (name for name in found if not may_be_old(name))
+        return all(torch.equal(found[name], weights[name].cpu()) for name in compared)
     finally:
         locked.release()

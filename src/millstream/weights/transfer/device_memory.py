@@ -79,7 +79,7 @@ class DeviceBuffers:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """What is launched within is in a queue of the device of its own. On the default one, a decode step or a training pass that
+    """What is launched within is on a CUDA stream of its own. On the default one, a decode step or a training pass that
     is launched meanwhile would wait for a transfer, and for the processes at its other end."""
     if device.type != "cuda":
         return nullcontext()

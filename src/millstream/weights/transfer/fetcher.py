@@ -7,6 +7,7 @@ and if that fails, the next.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -22,13 +23,20 @@ logger = logging.getLogger(__name__)
 class WeightsFetcher:
     """May be used from several threads."""
 
-    def __init__(self, node: str, *, timeout_s: float = 120.0, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        node: str,
+        *,
+        timeout_s: float = 120.0,
+        device: torch.device | None = None,
+        without: Sequence[TransferWay] = (),
+    ) -> None:
         """`timeout_s`: how long a take may repeat broadcasts that fail. `device`: where NCCL receives (by default the current
-        GPU); gloo receives on the host."""
+        GPU); gloo receives on the host. `without`: transports that this process must not use."""
         self.node = node
         options = FetchOptions(node=node, timeout_s=timeout_s, device=device or torch.device("cuda"))
         self._fetches: dict[TransferWay, TransportFetch] = {
-            way: transport.fetch(options) for way, transport in TRANSPORTS.items()
+            way: transport.fetch(options) for way, transport in TRANSPORTS.items() if way not in without
         }
 
     def take(self, ref: WeightsRef) -> FetchedWeights:
@@ -59,4 +67,4 @@ class WeightsFetcher:
 
     def ways(self, ref: WeightsRef) -> list[TransferWay]:
         """The transports that this process can use, in the order of the reference."""
-        return [way for way in ref.offers if self._fetches[way].can_fetch(ref)]
+        return [way for way in ref.offers if way in self._fetches and self._fetches[way].can_fetch(ref)]

@@ -11,6 +11,7 @@ from millstream.model.shared_memory import layout_of, views_of
 from millstream.weights.transfer.base import (
     FetchedWeights,
     FetchOptions,
+    StagedCopy,
     StagedVersion,
     StageOptions,
     TransportStage,
@@ -22,6 +23,8 @@ MAX_FOLDERS = 2
 
 class FilesStage(TransportStage):
     """Keeps the last `MAX_FOLDERS` versions. The offer is the path of the version's folder."""
+
+    copy: StagedCopy = "host"
 
     def __init__(self, options: StageOptions) -> None:
         super().__init__(options)
