@@ -277,8 +277,11 @@ def _cost_lines(measured: MeasuredCosts) -> Iterator[str]:
         yield f"- {point.rows} rows of {point.context} tokens: {1e3 * point.step_s:.2f} ms{beside}"
 
 
+def shown_settings(peer: PeerResult) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in peer.settings.items())
+
+
 def _peer_line(peer: PeerResult) -> str:
-    settings = ", ".join(f"{name} = {value}" for name, value in peer.settings.items())
     if peer.failure:
         figures = [f"not measured: {peer.failure}", *[""] * (len(HEAD) - 2)]
     else:
@@ -293,7 +296,7 @@ def _peer_line(peer: PeerResult) -> str:
             f"{peer.memory_gib:.1f}",
             *[""] * 3,
         ]
-    return "| " + " | ".join([f"{peer.workload}, {peer.peer} ({settings})", *figures]) + " |"
+    return "| " + " | ".join([f"{peer.workload}, {peer.peer} ({shown_settings(peer)})", *figures]) + " |"
 
 
 def rows_of(found: Measured, workloads: dict[str, Workload], wanted: Sequence[CellKey]) -> list[Row]:
@@ -316,6 +319,13 @@ def rows_of(found: Measured, workloads: dict[str, Workload], wanted: Sequence[Ce
             for point in measured.points
             if point.beside_s is not None
         ]
+    for peer in found.peers:
+        workload = f"{peer.workload}, {peer.peer} ({shown_settings(peer)})"
+        if peer.failure:
+            rows.append(not_measured(workload, peer.failure))
+        else:
+            rows.append(alone(workload, "rollouts/s", peer.rollouts_per_s))
+            rows.append(alone(workload, "tokens/s generated", peer.tokens_per_s, digits=0))
     missing = [key for key in wanted if key not in found.cells]
     return rows + [not_measured(f"{key[0]}, {_label(key[1])}", found.failed.get(key, "no run yet")) for key in missing]
 

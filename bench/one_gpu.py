@@ -160,7 +160,7 @@ def quality_rows(folder: Path) -> list[Row]:
     from time_to_quality_cells import read_results
     from time_to_quality_report import json_rows
 
-    rows = {path.stem: json_rows(read_results(path), None) for path in paths}
+    rows = {path.stem.removeprefix("quality-"): json_rows(read_results(path), None) for path in paths}
     return [structs.replace(row, workload=f"{row.workload}, {name} s") for name, some in rows.items() for row in some]
 
 
