@@ -31,6 +31,7 @@ ALL_THREE = [
     "pipeline.steps=5", "pipeline.groups_per_step=4", "pipeline.max_lag=0", "data.holdout=0", "seed=3",
 ]  # fmt: skip
 ON_RAY = ["runtime=ray", "engine.process=", "resources.engine_cpus=0", "resources.learner_cpus=0"]
+SHARDED = ["reference.ranks=2", "critic.ranks=2", "proximal.replicas=2"]
 TIMED = {"at", "rollouts_per_s", "tokens_per_s", "step_s", "waiting_s", "training_s", "sync_s", "other_s"}
 ROLLOUTS_A_STEP = 4 * 2
 
@@ -46,10 +47,10 @@ def metrics(folder: Path, reward: Reward, *changes: str) -> list[dict[str, float
     return [{name: row[name] for name in row if name not in TIMED} for row in step_rows(folder / "run")]
 
 
-def test_with_a_reference_a_critic_and_a_proximal_policy_on_ray_a_run_has_the_metrics_of_a_local_one_whoever_is_killed(
+def test_with_a_reference_a_critic_and_a_proximal_policy_on_ray_a_run_has_the_metrics_of_a_local_one_whichever_rank_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs, one of them with a Ray of its own and eight processes: minutes on two cores."""
+    """Two runs, one of them with a Ray of its own and eleven processes: minutes on two cores."""
     workers: dict[str, list[RayWorker]] = {}
     launch, num_rewards = RayBackend.launch, 0
 
@@ -62,15 +63,17 @@ def test_with_a_reference_a_critic_and_a_proximal_policy_on_ray_a_run_has_the_me
     def killing(task: Task, completion: str) -> float:
         nonlocal num_rewards
         num_rewards += 1
-        victims = {2 * ROLLOUTS_A_STEP + 1: "reference", 3 * ROLLOUTS_A_STEP + 1: "critic"}
+        victims = {2 * ROLLOUTS_A_STEP + 1: "reference rank 1", 3 * ROLLOUTS_A_STEP + 1: "critic rank 0"}
         if num_rewards in victims:
             os.kill(workers[victims[num_rewards]][0].pid, signal.SIGKILL)
         return low(task, completion)
 
     here = metrics(tmp_path / "here", low)
     monkeypatch.setattr(RayBackend, "launch", noted)
-    there = metrics(tmp_path / "there", killing, *ON_RAY)
-    assert {name: len(some) for name, some in workers.items()} == {"reference": 2, "critic": 2, "proximal": 1}
+    there = metrics(tmp_path / "there", killing, *ON_RAY, *SHARDED)
+    num_started = {name: len(some) for name, some in workers.items()}
+    sharded = {f"{name} rank {rank}": 2 for name in ("reference", "critic") for rank in range(2)}
+    assert num_started == {**sharded, "proximal-0": 1, "proximal-1": 1}
     assert [pytest.approx(step, rel=1e-4, abs=1e-6) for step in here] == there
     assert here[-1]["reference_kl"] > 0 and here[-1]["critic_value"] > 0 and here[0]["loss"] != 0
     events = list(read_events(tmp_path / "there/run/events.jsonl"))

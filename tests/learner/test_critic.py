@@ -209,7 +209,7 @@ def test_the_body_is_a_copy_of_ones_own_and_has_no_head_of_words() -> None:
     one = TorchCritic(copy.deepcopy(model), FAST)
     asyncio.run(train(one, with_returns(rows(4)), 1))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not [name for name in one._optimizer.state()["masters"] if "lm_head" in name]
+    assert not [name for name in one.rank.optimizer.state()["masters"] if "lm_head" in name]
 
 
 def test_a_critic_that_is_not_finite_is_not_kept() -> None:

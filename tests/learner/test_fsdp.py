@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,10 +37,10 @@ from millstream.events.rollouts.reader import RolloutDump
 from millstream.events.sinks import read_events
 from millstream.learner import Learner, LearnerConfig, RunLearner
 from millstream.learner.fsdp import ClusterRanks, FsdpLearner
-from millstream.learner.messages import ObjectiveSource, TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
+from millstream.learner.messages import ObjectiveSource, RankPlace, TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
 from millstream.learner.packing import deal
-from millstream.learner.rank_worker import own_device
 from millstream.learner.scorer import TorchScorer
+from millstream.learner.share import own_device
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters
 from millstream.model.load import load_model, load_weights, model_weights
@@ -640,8 +639,7 @@ def test_a_rank_uses_the_only_gpu_that_it_sees_or_of_several_the_one_with_its_nu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def device(rank: int, device: str = "cuda") -> str:
-        plan: Any = SimpleNamespace(rank=rank, device=device)
-        return str(own_device(plan))
+        return str(own_device(device, RankPlace(rank=rank)))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert [device(rank) for rank in (0, 3)] == ["cuda:0", "cuda:3"] and device(3, "cpu") == "cpu"

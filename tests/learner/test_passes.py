@@ -151,13 +151,13 @@ def test_a_critic_and_a_scorer_survive_it_as_well(at: str) -> None:
 
     batch = [with_values(row) for row in rows(12)]
     calm, shaken = (TorchCritic(make("qwen3"), CriticConfig()) for _ in range(2))
-    exhaust(shaken._values.body, total(batch) // 2, at)
+    exhaust(shaken.rank.values.body, total(batch) // 2, at)
     for one in (calm, shaken):
         accumulate(one, batch)
-    expected = sums(calm._optimizer)
-    assert (sums(shaken._optimizer) - expected).norm() < 1e-5 * expected.norm()
+    expected = sums(calm.rank.optimizer)
+    assert (sums(shaken.rank.optimizer) - expected).norm() < 1e-5 * expected.norm()
     assert asyncio.run(shaken.step()) == pytest.approx(asyncio.run(calm.step()), rel=1e-4)
     plain, tight = (TorchScorer(make("qwen3")) for _ in range(2))
-    exhaust(tight._policy.model, total(batch) // 2, "forward")
+    exhaust(tight.rank._policy.model, total(batch) // 2, "forward")
     for mine, other in zip(asyncio.run(tight.score(batch)), asyncio.run(plain.score(batch)), strict=True):
         assert mine == pytest.approx(other, abs=1e-5)

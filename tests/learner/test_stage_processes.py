@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 from transformers import PreTrainedModel
 
 from millstream.clock import RealClock
@@ -22,20 +21,19 @@ from millstream.events import LearnerRestarted
 from millstream.events.sinks import MemorySink
 from millstream.learner import CriticConfig, remote_scorer
 from millstream.learner.critic import TorchCritic
-from millstream.learner.messages import BeginBatch, CriticStep, LoadWeights
+from millstream.learner.messages import BeginBatch, LoadWeights, TakeTally
 from millstream.learner.remote_scorer import (
     MAX_RESTARTS,
     PublishSetup,
     RemoteCritic,
     RemoteScorer,
-    ScorerProcess,
+    ScorerProcesses,
     publish_setup,
 )
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.state import read_state
-from millstream.model.adapters import add_adapters, trained_weights
-from millstream.model.load import model_weights, new_model
-from millstream.model.lora import LoraConfig
+from millstream.model.adapters import trained_weights
+from millstream.model.load import model_weights
 from millstream.pipeline.state import LearnerAndCritic
 from millstream.retry import BackOff
 from millstream.rpc.process import Kind, LocalLauncher, WorkerProcess
@@ -43,13 +41,14 @@ from millstream.run.checkpoint import CheckpointConfig, Sealed
 from millstream.run.replay import ReplayedCritic
 from millstream.sim.learner import SimSnapshot
 from millstream.testing.learner import make_rows
-from millstream.types import Floats, TrainRow
+from millstream.types import Floats
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
 from support.checkpoints import checkpoints_in, standing
 from support.processes import is_alive
-from support.tiny import CONFIGS, VOCABULARY, make
+from support.stage_models import adapted, learn, returning
+from support.tiny import VOCABULARY, make
 
 TEMPERATURE = 0.7
 CRITIC = CriticConfig(learning_rate=1e-2, warmup_steps=2)
@@ -94,13 +93,6 @@ def publish(model: PreTrainedModel, folder: Path, critic: CriticConfig | None = 
     )
 
 
-def returning(rows: Sequence[TrainRow]) -> list[TrainRow]:
-    def column(row: TrainRow, seed: int) -> Floats:
-        return np.random.default_rng(seed).normal(size=len(row.tokens)).astype(np.float32)
-
-    return [structs.replace(row, values=column(row, 1), returns=column(row, 2)) for row in rows]
-
-
 def same(found: Sequence[Floats], expected: Sequence[Floats]) -> bool:
     return all(np.array_equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
@@ -117,17 +109,6 @@ async def closing(one: RemoteScorer | RemoteCritic, work: Awaitable[T]) -> T:
 
 def staged(outbox: WeightsPublisher, model: PreTrainedModel) -> RemoteWeights:
     return RemoteWeights(outbox.put(1, trained_weights(model).items()), WeightsFetcher(""))
-
-
-def adapted() -> PreTrainedModel:
-    """In 16 bits, as it is read: positions are computed in float32."""
-    model = new_model(CONFIGS["qwen3"](), seed=0, dtype=torch.bfloat16)
-    add_adapters(model, LoraConfig(rank=2), seed=0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in trained_weights(model).values():  # those that begin at 0 would hide a difference
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
-    return model
 
 
 # ---- scorers -----------------------------------------------------------------------------------------------------------
@@ -277,17 +258,6 @@ def test_a_stage_that_finds_no_place_says_why(tmp_path: Path, quick: None) -> No
 # ---- the critic --------------------------------------------------------------------------------------------------------
 
 
-async def learn(critic: TorchCritic | RemoteCritic, steps: range) -> list[object]:
-    found: list[object] = []
-    for step in steps:
-        rows = returning(make_rows(VOCABULARY, seed=step))
-        found += await critic.score(rows)
-        await critic.accumulate(rows[:4])
-        await critic.accumulate(rows[4:])
-        found.append(await critic.step())
-    return found
-
-
 def equal(found: Sequence[object], expected: Sequence[object]) -> bool:
     return all(
         np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
@@ -346,12 +316,12 @@ def test_a_disk_that_refuses_a_critics_snapshot_leaves_it_as_it_was_and_one_that
 
 def test_a_message_for_another_kind_of_worker_is_refused_by_name(tmp_path: Path, outbox: WeightsPublisher) -> None:
     cases: list[tuple[CriticConfig | None, Any, str]] = [
-        (None, CriticStep(), "CriticStep is not a message for a scorer"),
+        (None, TakeTally(), "TakeTally is not a message for a scorer"),
         (CRITIC, LoadWeights(outbox.put(1, [("w", torch.ones(1))])), "LoadWeights is not a message for a critic"),
         (CRITIC, BeginBatch(), "Invalid value 'BeginBatch'"),
     ]
     launcher = LocalLauncher(is_warm=True)
-    processes = [ScorerProcess(publish(make("qwen3"), tmp_path, critic), launcher, "stage") for critic, _, _ in cases]
+    processes = [ScorerProcesses(publish(make("qwen3"), tmp_path, critic), launcher, "stage") for critic, _, _ in cases]
     for process, (_, message, expected) in zip(processes, cases, strict=True):
         with pytest.raises(LearnerError, match=expected):
             process.call(message)

@@ -159,10 +159,11 @@ def test_a_scorer_that_reads_the_store_packs_the_column_of_one_that_is_sent_the_
         try:
             rows = batch(5)[0]
             stored = await put(client, 5000, rows)
-            packed = await remote.score_stored(stored, "reference")
-            assert packed.payload.data is None, "it is on the scorer's node"
+            (packed,) = await remote.score_stored(stored, "reference")
+            assert packed.block.payload.data is None, "it is on the scorer's node"
             ids = [row.row_id for row in stored]
-            await client.write_staged(ids, packed)
+            assert packed.row_ids == ids
+            await client.write_staged(ids, packed.block)
             written, expected = await client.read(ids), await remote.score(rows)
             assert all(np.array_equal(row["reference"], own) for row, own in zip(written, expected, strict=True))
         finally:

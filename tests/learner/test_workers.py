@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from millstream.errors import LearnerError, LearnerGone
-from millstream.learner.messages import ScoreRows, TakeSnapshot
+from millstream.learner.messages import ScoreRows, ShareSetup, TakeSnapshot
 from millstream.learner.processes import LearnerProcesses
 from millstream.learner.remote_scorer import RemoteScorer
 from millstream.rpc import group as rpc_group
@@ -50,7 +50,7 @@ def test_the_processes_of_all_scorers_start_in_parallel() -> None:
         Channel(worker.theirs).answer(1, None)  # its setup is the first call
         return worker
 
-    setup: Any = None  # the test's other end does not read it
+    setup: Any = ShareSetup()  # the test's other end does not read it
     made = [RemoteScorer(lambda: nullcontext(setup), NearLauncher(launch)) for _ in range(2)]
     asyncio.run(Scorers(reference=made[0], proximal=made[1]).ready())
     for worker in workers:
@@ -73,7 +73,7 @@ def test_a_process_that_stopped_reading_in_the_middle_of_a_call_is_ended(
 
     def ask() -> None:
         with pytest.raises(LearnerError):
-            group.call(ScoreRows(bytes(1 << 24)), bytes)
+            group.call(ScoreRows([bytes(1 << 24)]), bytes)
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

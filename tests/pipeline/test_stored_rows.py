@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from millstream.algo.advantages import whiten_tokens
 from millstream.errors import RowsLost
 from millstream.events import Span
+from millstream.learner.base import PackedScores
 from millstream.sim.learner import SimScorer
 from millstream.store import Lease
 from millstream.store.blocks import Block, Packing
@@ -77,9 +78,10 @@ class ReadingLearner(WatchfulLearner):
         await super().accumulate(SharedFake.now.rows(rows))
 
 
-async def score_stored(scorer: SimScorer, rows: Sequence[TrainRow], column: str) -> PackedBlock:
+async def score_stored(scorer: SimScorer, rows: Sequence[TrainRow], column: str) -> list[PackedScores]:
     data = bytes(Packing({column: await scorer.score(SharedFake.now.rows(rows))}).to_bytes())
-    return BlockSpec((column,), len(data), Payload(len(data), data))
+    ids = [row.row_id for row in rows if isinstance(row, StoredRow)]
+    return [PackedScores(ids, BlockSpec((column,), len(data), Payload(len(data), data)))]
 
 
 @pytest.fixture

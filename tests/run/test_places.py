@@ -109,6 +109,75 @@ def test_the_learner_has_the_first_gpus_and_engines_have_the_others(
     assert config.engine.kind in ("http", "outside") or config.engine.replicas == (len(engines) or 1)
 
 
+REFERENCE = "[reference]\nranks = 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "stages", "engines"),
+    [
+        (REFERENCE, 8, {"reference rank 0": "1", "reference rank 1": "2"}, ["3", "4", "5", "6", "7"]),
+        (f"{REFERENCE}\nreplicas = 2\n[learner]\nranks = 2", 8, {
+            "reference-0 rank 0": "2", "reference-0 rank 1": "3", "reference-1 rank 0": "4", "reference-1 rank 1": "5",
+        }, ["6", "7"]),
+        ("[reference]\nreplicas = 2\n[engine]\nprocess = false", 3, {"reference-0": "1", "reference-1": "2"}, []),
+        (f"{REFERENCE}\n[engine]\nkind = 'outside'", 3, {"reference rank 0": "1", "reference rank 1": "2"}, []),
+        (
+            f"{REFERENCE}\n[critic]\nranks = 2\n[proximal]\nreplicas = 2\n[algorithm]\nname = 'ppo'", 8,
+            {"reference rank 0": "1", "reference rank 1": "2", "critic rank 0": "3", "critic rank 1": "4",
+             "proximal-0": "5", "proximal-1": "6"}, ["7"],
+        ),
+        ("[critic]\nranks = 2", 4, {}, ["1", "2", "3"]),  # the algorithm has no critic
+        (REFERENCE, 0, {}, []),
+    ],
+)  # fmt: skip
+def test_scorers_of_several_processes_have_the_gpus_between_the_learner_and_the_engines(
+    text: str, gpus: int, stages: dict[str, str], engines: list[str]
+) -> None:
+    _, places = place(run(text), node(gpus))
+    assert {name: gpu.name for name, gpu in places.stages} == stages and names(places)[1] == engines
+    for name, gpu in stages.items():
+        assert places.stage_environment(name) == {"CUDA_VISIBLE_DEVICES": gpu}
+    assert places.stage_environment("critic rank 7") == {}
+
+
+def test_what_scorers_take_is_said_in_the_line_of_places() -> None:
+    _, places = place(run(f"{REFERENCE}\nreplicas = 2"), node(8))
+    assert (
+        places.words() == "the learner on GPU 0, 4 processes of the reference on GPUs 1 to 4, 3 engines on GPUs 5 to 7"
+    )
+    _, places = place(run(f"{REFERENCE}\n[engine]\nprocess = false"), node(8))
+    assert places.words() == "the learner on GPU 0, 2 processes of the reference on GPUs 1, 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "says"),
+    [
+        (REFERENCE, 1, "1 GPU can be seen; learner.ranks = 1 and reference.ranks = 2 need 3, and an engine 1: set reference.ranks = 1"),
+        ("[reference]\nranks = 4", 4, "need 5, and an engine 1: set reference.ranks = 2"),
+        (f"{REFERENCE}\nreplicas = 4", 6, r"reference.ranks = 2 x replicas = 4 need 9.*set reference.replicas = 2"),
+        (f"{REFERENCE}\nreplicas = 2", 3, r"set reference.ranks = 1, reference.replicas = 1"),
+        (f"{REFERENCE}\n[engine]\nprocess = false", 2, r"need 3: set reference.ranks = 1"),
+    ],
+)  # fmt: skip
+def test_scorers_that_a_machine_has_no_gpus_for_are_refused_with_what_to_type(text: str, gpus: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        place(run(text), node(gpus))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{REFERENCE}\ndevice = 'cuda:1'", 'device = "cuda:1" with 2 processes.*leave device out'),
+        ("[proximal]\nreplicas = 2\ndevice = 'cpu'", "leave device out, or ranks and replicas"),
+        ("[reference]\nranks = 0", "ranks and replicas must be at least 1"),
+        ("[critic]\nreplicas = 2", "critic.*replicas"),
+    ],
+)
+def test_ranks_and_replicas_that_cannot_be_are_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run(text)
+
+
 @given(
     gpus=st.integers(1, 16),
     ranks=st.integers(1, 8),
@@ -209,6 +278,7 @@ def test_a_share_that_a_process_would_not_use_or_a_run_does_not_have_is_refused(
             "4 GPUs",
         ),
         ("[resources]\ngpus = 8", "cpu", "there are 0 GPUs on 0 nodes"),
+        (f"[resources]\ngpus = 8\nstage_gpus = 1\n{REFERENCE}", "8xH100", "scorers need 10 GPUs"),
     ],
 )
 def test_what_a_described_cluster_does_not_have_is_refused(text: str, machine: str, says: str) -> None:

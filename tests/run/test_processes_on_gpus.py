@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ async def all_started(prepared: Prepared, recorder: Recorder, folder: Path) -> l
             await learner.ready()
         await learner.close()
     await backend.close()
-    ranks = sorted((one for one in recorder.started if one.target == RANK), key=lambda one: one.setup["plan"]["rank"])
+    ranks = sorted((one for one in recorder.started if one.target == RANK), key=lambda one: one.setup["place"]["rank"])
     return [one for one in recorder.started if one.target != RANK] + ranks
 
 
@@ -130,10 +131,9 @@ def test_a_driver_that_computes_nothing_has_its_model_in_the_host_s_memory_and_r
     assert [one.sees for one in started] == [*engines, *[None] * ranks], "a rank sees all GPUs, and takes its own"
     assert [device_of(one) for one in started] == ["cuda"] * (len(engines) + ranks)
     assert not any(one.is_warm for one in started), "a process that uses CUDA is never forked"
-    plans = [one.setup["plan"] for one in started if one.target == RANK]
-    assert [(plan["rank"], plan["num_ranks"], plan["dtype"]) for plan in plans] == [
-        (number, ranks, "bfloat16") for number in range(ranks)
-    ]
+    setups = [one.setup for one in started if one.target == RANK]
+    found = [(setup["place"]["rank"], setup["place"]["num_ranks"], setup["plan"]["dtype"]) for setup in setups]
+    assert found == [(number, ranks, "bfloat16") for number in range(ranks)]
 
 
 def test_scorers_of_a_driver_whose_model_is_in_the_host_s_memory_are_where_the_learner_is_or_the_config_says(
@@ -152,8 +152,9 @@ def test_scorers_of_a_driver_whose_model_is_in_the_host_s_memory_are_where_the_l
             RunConfig,
             where="run.toml",
         )
-        build_scorers.build_scorers(config, make("llama"), None, device="meta")
-        assert made == [("TorchScorer", where), ("TorchCritic", where), ("proximal", "meta")]
+        on_threads: Any = SimpleNamespace(device="meta", has=lambda table: False)
+        build_scorers.build_scorers(config, make("llama"), None, on_threads)
+        assert made == [("TorchScorer", where), ("proximal", "meta"), ("TorchCritic", where)]
 
 
 def test_the_first_gpu_has_room_for_what_the_driver_s_model_would_take(monkeypatch: pytest.MonkeyPatch) -> None:

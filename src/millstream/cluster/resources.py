@@ -43,9 +43,9 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     learner_gpus: float = 0.0
     """GPUs of each learner rank."""
     stage_cpus: float = 0.0
-    """CPUs of each scorer: a reference, a critic, a proximal policy."""
+    """CPUs of each process of a scorer: a reference, a critic, a proximal policy."""
     stage_gpus: float = 0.0
-    """GPUs of each scorer."""
+    """GPUs of each of these processes."""
     rollout_cpus: float = 0.0
     """CPUs of each rollout worker."""
     environment_cpus: float = 0.0

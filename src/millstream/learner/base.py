@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -119,10 +119,17 @@ def reads_store(part: object) -> bool:
     return isinstance(part, ReadsStore) and part.reads_store
 
 
+class PackedScores(NamedTuple):
+    """A column of some rows, by their ids, where one process of a scorer has packed it."""
+
+    row_ids: list[int]
+    block: PackedBlock
+
+
 @runtime_checkable
 class StoreScorer(ReadsStore, Protocol):
-    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> PackedBlock:
-        """Score these `StoredRow`s, and pack the scores under this name where the scorer is, for the store to write."""
+    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> list[PackedScores]:
+        """Score these `StoredRow`s, and pack the scores under this name where they are computed, for the store to write."""
         ...
 
 

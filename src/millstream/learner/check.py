@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from millstream.errors import LearnerError
 from millstream.learner.rows import RowTensors
 from millstream.model.compare import CheckLengths, Scored, check_pass
 from millstream.model.policy import Policy
@@ -18,6 +19,20 @@ def check_learner(model: PreTrainedModel, *, is_small_only: bool = False, device
     """Raises `ModelError` if rows that are packed have other log-probabilities than in the library's own pass. `device`: see
     `check_pass`."""
     check_pass(model, "the learner", packed_rows, REMEDY, is_small_only=is_small_only, device=device)
+
+
+def check_shards(model: PreTrainedModel, table: str) -> None:
+    """Raises `LearnerError` for a model that cannot be sharded over several processes. `table`: of the config."""
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    if len(dtypes) > 1:
+        raise LearnerError(
+            f"the model of [{table}] has parameters of {', '.join(dtypes)}, and a model that is sharded needs one dtype: set "
+            f"{table}.ranks = 1"
+        )
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        raise LearnerError(
+            f"{scalars[0]} of the model of [{table}] is a single number, which cannot be sharded: set {table}.ranks = 1"
+        )
 
 
 @torch.no_grad()

@@ -102,10 +102,15 @@ class ReferenceConfig(Struct, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: the dtype of the model."""
     micro_batch_tokens: int = 8192
-    """Tokens of one forward pass."""
+    """Tokens of one forward pass, of each rank."""
+    ranks: int = 1
+    """Processes that the model is sharded over, each with its own GPU; on a CPU, each with one thread."""
+    replicas: int = 1
+    """Copies of the model, each with its ranks: rows are dealt to them by tokens."""
 
     def __post_init__(self) -> None:
         _check_device(self.device)
+        _check_processes(self)
         if self.micro_batch_tokens < 1:
             raise ValueError("micro_batch_tokens must be at least 1")
 
@@ -117,10 +122,15 @@ class ProximalConfig(Struct, frozen=True, kw_only=True):
     device: str | None = None
     """cpu, cuda or cuda:1. None: where the model is."""
     micro_batch_tokens: int = 8192
-    """Tokens of one forward pass."""
+    """Tokens of one forward pass, of each rank."""
+    ranks: int = 1
+    """Processes that the model is sharded over, each with its own GPU; on a CPU, each with one thread."""
+    replicas: int = 1
+    """Copies of the model, each with its ranks: rows are dealt to them by tokens."""
 
     def __post_init__(self) -> None:
         _check_device(self.device)
+        _check_processes(self)
         if self.micro_batch_tokens < 1:
             raise ValueError("micro_batch_tokens must be at least 1")
 
@@ -139,7 +149,10 @@ class CriticConfig(Struct, frozen=True, kw_only=True):
     value_clip: float | None = 0.2
     """How far from the value that was computed for the rollout a step still pulls a value. None: no bound."""
     micro_batch_tokens: int = 8192
-    """Tokens of one forward and backward pass."""
+    """Tokens of one forward and backward pass, of each rank."""
+    ranks: int = 1
+    """Processes that the critic is sharded over, each with its own GPU; on a CPU, each with one thread. It has no replicas:
+    copies that train would have to agree on every step."""
     max_skipped_steps: int = 3
     """As `learner.max_skipped_steps`: steps in a row whose gradient is not finite."""
 
@@ -150,6 +163,25 @@ class CriticConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("learning_rate, max_grad_norm and value_clip must be above 0")
         if self.micro_batch_tokens < 1 or self.warmup_steps < 0 or self.max_skipped_steps < 0:
             raise ValueError("micro_batch_tokens must be at least 1, warmup_steps and max_skipped_steps at least 0")
+        _check_processes(self)
+
+
+StageConfig = ReferenceConfig | ProximalConfig | CriticConfig
+
+
+def replicas_of(table: StageConfig) -> int:
+    """A critic has a state, and is there once."""
+    return 1 if isinstance(table, CriticConfig) else table.replicas
+
+
+def num_processes(table: StageConfig) -> int:
+    """Above 1 they are processes of their own, also without Ray."""
+    return table.ranks * replicas_of(table)
+
+
+def call_tokens(table: StageConfig) -> int:
+    """Tokens that all of its processes compute at a time."""
+    return table.micro_batch_tokens * num_processes(table)
 
 
 def check_schedule(name: str, args: dict[str, Any]) -> None:
@@ -170,6 +202,18 @@ def own_schedule(config: LearnerConfig) -> OwnSchedule | None:
         "learner.schedule_args",
         ("step", "num_steps"),
     )
+
+
+def _check_processes(table: StageConfig) -> None:
+    if table.ranks < 1 or replicas_of(table) < 1:
+        raise ValueError("ranks and replicas must be at least 1")
+    if num_processes(table) > MAX_RANKS:
+        raise ValueError(f"ranks x replicas = {num_processes(table):,}: expected at most {MAX_RANKS:,}")
+    if num_processes(table) > 1 and table.device is not None:
+        raise ValueError(
+            f'device = "{table.device}" with {num_processes(table)} processes, which have GPUs of their own: leave device '
+            "out, or ranks and replicas"
+        )
 
 
 def _check_device(device: str | None) -> None:

@@ -1,7 +1,7 @@
-"""The critic of one device: a language model's body with a value head, trained towards the returns.
+"""The critic: a language model's body with a value head, trained towards the returns.
 
 The value of a token is predicted when the token is about to be sampled: from what comes before it, without the token itself.
-All work runs on its own thread, so that the critic trains in parallel to the learner.
+It has a thread or processes of its own, so that it trains in parallel to the learner.
 Shapes: N tokens to compute, M of them trained; D hidden size.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,17 +17,25 @@ from transformers import PreTrainedModel
 
 from millstream.learner import CriticConfig, LearnerConfig
 from millstream.learner.check import check_learner
-from millstream.learner.optimizer import Optimizer
-from millstream.learner.passes import LOCKSTEP, Passes
-from millstream.learner.rows import RowTensors, is_finite
+from millstream.learner.optimizer import Optimizer, OptimizerState, StepResult
+from millstream.learner.passes import Passes, why_fixed
+from millstream.learner.rows import EMPTY_ROW, RowTensors, is_finite
 from millstream.learner.scorer import spread
 from millstream.learner.state import TorchSnapshot, on_host, read_state
+from millstream.learner.tally import StepTally
 from millstream.model.attention import Packed
 from millstream.model.policy import hidden_states
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow
 
-T = TypeVar("T")
+TABLE = "critic"  # of the config
+SUMS = (
+    "loss",
+    "error",
+    "squared_error",
+    "return",
+    "squared_return",
+)  # over trained tokens, of the values before the step
 
 
 class ValueModel(nn.Module):
@@ -59,59 +66,70 @@ def value_loss(values_M: Tensor, old_M: Tensor, returns_M: Tensor, clip: float |
     return torch.maximum(plain_M, (held_M - returns_M).square() / 2)
 
 
-class TorchCritic:
-    """A `Critic` (`learner.base`), on the device of the model, which becomes its body."""
+class CriticRank:
+    """The mathematics of a critic, of all of it or of one shard of it. As in `learner.rank`: gradients are unnormalised sums,
+    the caller adds up the tallies of all ranks, and each of them makes its step with the total."""
 
     def __init__(
-        self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None, is_fixed: bool = False
+        self,
+        values: ValueModel,
+        config: CriticConfig,
+        *,
+        num_steps: int | None = None,
+        is_sharded: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         """`is_fixed`: passes are never made smaller."""
-        check_learner(model)
-        self._passes = Passes("critic", why_fixed=LOCKSTEP if is_fixed else "")
-        self._values = ValueModel(model)
+        self._passes = Passes(TABLE, why_fixed=why_fixed(is_sharded=is_sharded, is_fixed=is_fixed))
+        self.values = values
         self._clip = config.value_clip
+        self._is_sharded = is_sharded
         learner = LearnerConfig(
             learning_rate=config.learning_rate,
             warmup_steps=config.warmup_steps,
             max_grad_norm=config.max_grad_norm,
             max_skipped_steps=config.max_skipped_steps,
         )
-        self._optimizer = Optimizer(self._values, learner, num_steps=num_steps, table="critic")
-        self._device = next(model.parameters()).device
-        self._thread = DaemonThreads("critic", most=1)
+        self.optimizer = Optimizer(values, learner, num_steps=num_steps, table=TABLE)
+        self._device = next(values.parameters()).device
         self._start_sums()
 
     def _start_sums(self) -> None:
         self._num_tokens = 0
         self._suspects: list[str] = []  # labels of the rows whose loss was not finite
-        self._sums = torch.zeros(5, dtype=torch.float64)  # loss, error, squared error, returns, squared returns
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
 
-    async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return await self._thread.call(lambda: self._score(rows))
-
-    def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+    def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        if self._is_sharded and not any(row.loss_mask.any() for row in rows):
+            self._score_pass([EMPTY_ROW])
         return [values for some in self._passes.run(rows, self._score_pass) for values in some]
 
     @torch.no_grad()
     def _score_pass(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        batch = RowTensors(rows, self._device)
-        if not batch.num_trained:
+        if not any(row.loss_mask.any() for row in rows):
             return [np.zeros(len(row.tokens), np.float32) for row in rows]
-        return spread(batch.per_row(self._values(batch.tokens_N, batch.packed, batch.before_M)), rows)
+        batch = RowTensors(rows, self._device)
+        found = batch.per_row(self.values(batch.tokens_N, batch.packed, batch.before_M))
+        if self._is_sharded:  # no backward pass follows: gathered parameters would be stale after a step or a restore
+            self.values.reshard()  # type: ignore[operator]
+        return spread(found, rows)
 
-    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        await self._thread.call(lambda: self._accumulate(rows))
-
-    def _accumulate(self, rows: Sequence[TrainRow]) -> None:
+    def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        """Add the unnormalised gradient of these rows, and of the rows that other ranks are given in the same call."""
         sound = [row for row in rows if is_finite(row)]  # the learner reports the others
-        self._passes.run(sound, self._add, self._optimizer)
+        if any(row.loss_mask.any() for row in sound):
+            self._passes.run(sound, self._add, self.optimizer)
+        elif self._is_sharded:
+            batch = RowTensors([EMPTY_ROW], self._device)
+            nothing_M = self.values(batch.tokens_N, batch.packed, batch.before_M) * 0
+            nothing_M.sum().backward()
 
     def _add(self, rows: Sequence[TrainRow]) -> None:
         if not any(row.loss_mask.any() for row in rows):
             return
         batch = RowTensors(rows, self._device)
         returns_M, old_M = batch.column("returns"), batch.column("values")
-        values_M = self._values(batch.tokens_N, batch.packed, batch.before_M)
+        values_M = self.values(batch.tokens_N, batch.packed, batch.before_M)
         loss_M = value_loss(values_M, old_M, returns_M, self._clip)
         loss = loss_M.sum()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -122,35 +140,73 @@ class TorchCritic:
         self._suspects += [rows[index].label for index in bad]
         self._num_tokens += batch.num_trained
 
+    def tally(self) -> StepTally:
+        """This rank's counts since the last call."""
+        sums, suspects, num = dict(zip(SUMS, self._sums.tolist(), strict=True)), self._suspects, self._num_tokens
+        self._start_sums()
+        return StepTally(units=num, num_tokens=num, sums=sums, suspects=suspects)
+
+    def step(self, counted: StepTally) -> StepResult:
+        """Divide by the total of all ranks, clip, update, clear the gradient. Raises `LearnerError`."""
+        return self.optimizer.step(counted.units, counted.suspects)
+
+    def check_finite(self) -> None:
+        """See `Optimizer.check_finite`. Of several ranks, a collective."""
+        self.optimizer.check_finite(dict(self.values.named_parameters()))
+
+    def state(self) -> OptimizerState:
+        """By reference; of several ranks, this rank's shards."""
+        return {"buffers": {}, **self.optimizer.state()}
+
+
+def step_metrics(counted: StepTally, stepped: StepResult) -> Metrics:
+    """Of the values before the step. `explained`: the share of the returns' variance that the values explain: 1 at best,
+    below 0 where the mean of the batch would predict better, 0 where all returns are equal."""
+    loss, error, squared_error, mean, square = (counted.sums[name] / counted.num_tokens for name in SUMS)
+    variance = square - mean**2
+    unexplained = squared_error - error**2
+    explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
+    return {"loss": loss, "explained": explained, "value": mean - error, "return": mean} | stepped.metrics()
+
+
+class TorchCritic:
+    """A `Critic` (`learner.base`) on a thread of this process, on the device of the model, which becomes its body."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None, is_fixed: bool = False
+    ) -> None:
+        """`is_fixed`: passes are never made smaller."""
+        self.rank = whole_critic(model, config, num_steps=num_steps, is_fixed=is_fixed)
+        self._thread = DaemonThreads(TABLE, most=1)
+
+    async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        return await self._thread.call(lambda: self.rank.score(rows))
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        await self._thread.call(lambda: self.rank.accumulate(rows))
+
     async def step(self) -> Metrics:
         return await self._thread.call(self._step)
 
     def _step(self) -> Metrics:
-        if not self._num_tokens:
-            return {}
-        metrics, suspects, num_tokens = self._metrics(), self._suspects, self._num_tokens
-        self._start_sums()
-        return metrics | self._optimizer.step(num_tokens, suspects).metrics()
-
-    def _metrics(self) -> Metrics:
-        """Of the values before the step. `explained`: the share of the returns' variance that the values explain: 1 at best,
-        below 0 where the mean of the batch would predict better, 0 where all returns are equal."""
-        loss, error, squared_error, mean, square = (self._sums / self._num_tokens).tolist()
-        variance = square - mean**2
-        unexplained = squared_error - error**2
-        explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
-        return {"loss": loss, "explained": explained, "value": mean - error, "return": mean}
+        counted = self.rank.tally()
+        return step_metrics(counted, self.rank.step(counted)) if counted.num_tokens else {}
 
     async def snapshot(self) -> TorchSnapshot:
         return await self._thread.call(self._snapshot)
 
     def _snapshot(self) -> TorchSnapshot:
-        self._optimizer.check_finite(dict(self._values.named_parameters()))
-        return TorchSnapshot(on_host(self._optimizer.state()))
+        self.rank.check_finite()
+        return TorchSnapshot(on_host(self.rank.state()))
 
     def restore(self, folder: Path) -> None:
-        self._optimizer.restore(read_state(folder))
+        self.rank.optimizer.restore(read_state(folder))
 
     async def close(self) -> None:
         """Let the work in hand finish."""
         await self._thread.close()
+
+
+def whole_critic(model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None, is_fixed: bool) -> CriticRank:
+    check_learner(model)
+    return CriticRank(ValueModel(model), config, num_steps=num_steps, is_fixed=is_fixed)

@@ -11,11 +11,10 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -40,8 +39,8 @@ from millstream.learner.messages import (
     rows_message,
 )
 from millstream.learner.optimizer import StepResult
-from millstream.learner.packing import deal
-from millstream.learner.processes import GroupSnapshot, RankProcesses
+from millstream.learner.packing import deal_passes, numbers_by_row
+from millstream.learner.processes import GroupSnapshot, RankProcesses, learner_ranks
 from millstream.learner.tally import FiniteGuard, StepTally, total_tally
 from millstream.learner.trainer import save_trained
 from millstream.model.adapters import lora_of, trained_weights
@@ -57,8 +56,6 @@ from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.remote_weights import RemoteWeights
-
-FloatT = TypeVar("FloatT", bound=np.floating[Any])
 
 
 class ClusterRanks(NamedTuple):
@@ -102,10 +99,6 @@ class FsdpLearner:
         self._tokenizer = tokenizer
         self._guard = FiniteGuard(config.max_skipped_steps)
         plan = RankPlan(
-            rank=0,
-            num_ranks=config.ranks,
-            host="",
-            port=0,
             device=device or model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
             files=described(model),
@@ -141,7 +134,7 @@ class FsdpLearner:
             checkpoint=files,
             rest=cluster.publish(rest) if rest else None,
         )
-        return RankProcesses(setup, cluster.launcher, host=cluster.host)
+        return learner_ranks(setup, self._config.ranks, cluster.launcher, host=cluster.host)
 
     def _start_here(self, plan: RankPlan, files: CheckpointFiles | None) -> RankProcesses:
         """The shared memory has room for what is trained, and for what ranks do not read from files."""
@@ -152,7 +145,8 @@ class FsdpLearner:
         self._shared.write(sent)
         try:
             launcher = LocalLauncher(is_warm=plan.device == "cpu")
-            return RankProcesses(RankSetup(plan=plan, memory=memory, layout=layout, checkpoint=files), launcher)
+            setup = RankSetup(plan=plan, memory=memory, layout=layout, checkpoint=files)
+            return learner_ranks(setup, self._config.ranks, launcher)
         finally:
             os.close(memory)
 
@@ -180,28 +174,22 @@ class FsdpLearner:
         return [[rows_message(rows) for rows in passes] for passes in dealt]
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
-        dealt = self._dealt(rows)
+        dealt = deal_passes(rows, self._config.ranks, max_tokens=self._config.pass_tokens)
         messages = [Accumulate(passes) for passes in self._passes(dealt)]
         self._rank_seconds = self.ranks.call(messages, float)
         self._rows += rows
         for own, passes in zip(self._rows_of, dealt, strict=True):
             own += [row for some in passes for row in some]
 
-    def _dealt(self, rows: Sequence[TrainRow]) -> Sequence[Sequence[Sequence[TrainRow]]]:
-        """By rank, by pass. A single rank gets what the learner of one device gets, and computes the same bits."""
-        if self._config.ranks == 1:
-            return [[rows]]
-        return deal(rows, self._config.ranks, max_tokens=self._config.pass_tokens)
-
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._thread.call(lambda: self._logprobs(rows)) if rows else []
 
     def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        dealt = self._dealt(rows)
+        dealt = deal_passes(rows, self._config.ranks, max_tokens=self._config.pass_tokens)
         messages = [ComputeLogprobs(passes) for passes in self._passes(dealt)]
         rows_of = [[row for some in passes for row in some] for passes in dealt]
         found = [np.frombuffer(own, np.float32) for own in self.ranks.call(messages, bytes)]
-        return _in_order(rows, rows_of, found)
+        return numbers_by_row(rows, rows_of, found)
 
     async def step(self) -> Metrics:
         return await self._thread.call(self._step)
@@ -209,7 +197,7 @@ class FsdpLearner:
     def _step(self) -> Metrics:
         tallies = self.ranks.call(TakeTally(), StepTally)
         found = [np.frombuffer(tally.log_ratios, np.float16) for tally in tallies]
-        ordered = _in_order(self._rows, self._rows_of, found) if any(map(len, found)) else []
+        ordered = numbers_by_row(self._rows, self._rows_of, found) if any(map(len, found)) else []
         self._log_ratios = np.concatenate([np.zeros(0, np.float16), *ordered])
         self._rows = []
         self._rows_of = [[] for _ in tallies]
@@ -265,17 +253,6 @@ class FsdpLearner:
 
 def _not_in(files: CheckpointFiles, model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: value for name, value in model_weights(model).items() if name not in files.files}
-
-
-def _in_order(
-    rows: Sequence[TrainRow], rows_of: Sequence[Sequence[TrainRow]], found: Sequence[NDArray[FloatT]]
-) -> list[NDArray[FloatT]]:
-    """Numbers of the trained tokens of each row. They were found by rank, in the order of its own rows."""
-    by_row: dict[int, NDArray[FloatT]] = {}
-    for own, numbers in zip(rows_of, found, strict=True):
-        ends = np.cumsum([row.num_trained for row in own])
-        by_row |= zip(map(id, own), np.split(numbers, ends[:-1]), strict=True) if own else ()
-    return [by_row[id(row)] for row in rows]
 
 
 def _memory_for(layout: Layout) -> int:

@@ -51,13 +51,29 @@ class ObjectiveSource(Struct, frozen=True, kw_only=True):
     arguments: bytes
 
 
+class RankPlace(Struct, frozen=True, kw_only=True):
+    """Which of the processes that share one model a process is, and where they join each other."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    host: str = ""  # of the `TCPStore` through which ranks join: loopback unless they are on several nodes
+    port: int = 0
+
+
+class ShareSetup(Struct, frozen=True, kw_only=True):
+    """Of the first message to any process that has a model, or a shard of one: which it is, and where its first weights are."""
+
+    place: RankPlace = RankPlace()
+    memory: int | None = None  # on this machine: the descriptor of shared memory
+    layout: Layout | None = None  # and what is in it
+    weights: WeightsRef | None = None  # or the first weights as they were published, perhaps on another node
+    checkpoint: CheckpointFiles | None = None  # of several ranks: what they read from files, where they see them
+    rest: WeightsRef | None = None  # and published what is not in these files
+
+
 class RankPlan(Struct, frozen=True, kw_only=True):
     """What a rank is."""
 
-    rank: int
-    num_ranks: int
-    host: str  # of the `TCPStore` through which ranks join: loopback unless they are on several nodes
-    port: int
     device: str
     dtype: str
     files: dict[str, bytes]  # the model's config, as Hugging Face saves it
@@ -71,26 +87,22 @@ class RankPlan(Struct, frozen=True, kw_only=True):
     is_head_plain: bool = False  # of several ranks: see `model.policy.has_plain_head`
 
 
-class RankSetup(Struct, frozen=True, kw_only=True):
+class RankSetup(ShareSetup, frozen=True, kw_only=True):
     """The first message to a rank: what it is, where its first weights are, and where it puts weights."""
 
     plan: RankPlan
-    memory: int | None = None  # on this machine: the descriptor of shared memory
-    layout: Layout | None = None  # and what is in it
-    weights: WeightsRef | None = None  # on a cluster: the first weights, perhaps on another node
-    delivery: Delivery | None = None  # and how rank 0 publishes weights
-    checkpoint: CheckpointFiles | None = None  # of several ranks: what they read from files, where they see them
-    rest: WeightsRef | None = None  # and on a cluster what is not in these files
+    delivery: Delivery | None = None  # on a cluster: how rank 0 publishes weights
 
 
-class ScorerSetup(Struct, frozen=True, kw_only=True):
-    """The first message to a scorer, or, with `critic`, to a critic."""
+class ScorerSetup(ShareSetup, frozen=True, kw_only=True):
+    """The first message to a rank of a scorer, or, with `critic`, of a critic."""
 
+    name: str  # of its config table
     files: dict[str, bytes]  # the model's config, as Hugging Face saves it
     dtype: str
     lora: LoraConfig | None
     device: str
-    weights: WeightsRef  # of the whole model
+    is_head_plain: bool = False  # of several ranks: see `model.policy.has_plain_head`
     temperature: float = 1.0  # of a scorer
     is_fixed: bool = False  # passes are never made smaller
     critic: CriticConfig | None = None
@@ -108,7 +120,7 @@ class BeginBatch(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Accumulate(Struct, frozen=True, tag=True, array_like=True):
-    """-> float, of a rank: the seconds that it took; of a critic None. The same number of passes for every rank: the rows,
+    """-> float: the seconds that it took. The same number of passes for every rank: the rows,
     perhaps none, of one forward and backward pass each."""
 
     passes: list[RowsMessage]
@@ -157,15 +169,15 @@ class RestoreSnapshot(Struct, frozen=True, tag=True, array_like=True):
 
 
 class ScoreRows(Struct, frozen=True, tag=True, array_like=True):
-    """-> bytes: float32, of all trained tokens of the rows."""
+    """-> bytes: float32, of all trained tokens of the passes. The same number of passes for every rank, as in `Accumulate`."""
 
-    rows: bytes
+    passes: list[RowsMessage]
 
 
 class PackScores(Struct, frozen=True, tag=True, array_like=True):
-    """-> PackedBlock: the scores of all tokens of the rows, as a column for the store to write."""
+    """-> PackedBlock | None: the scores of all tokens of the rows, as a column for the store to write. None: no rows."""
 
-    rows: list[RowRef]
+    passes: list[RowsMessage]
     column: str
 
 
@@ -173,10 +185,6 @@ class LoadWeights(Struct, frozen=True, tag=True, array_like=True):
     """-> None. Later scores are under these weights."""
 
     weights: WeightsRef
-
-
-class CriticStep(Struct, frozen=True, tag=True, array_like=True):
-    """-> Metrics"""
 
 
 RankMessage = (
@@ -193,7 +201,15 @@ RankMessage = (
 )
 ScorerMessage = OpenStore | ScoreRows | PackScores | LoadWeights
 CriticMessage = (
-    OpenStore | ScoreRows | PackScores | Accumulate | CriticStep | TakeSnapshot | WriteSnapshot | RestoreSnapshot
+    OpenStore
+    | ScoreRows
+    | PackScores
+    | Accumulate
+    | TakeTally
+    | ApplyStep
+    | TakeSnapshot
+    | WriteSnapshot
+    | RestoreSnapshot
 )
 COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "proximal", "values", "returns", "label")
 

@@ -4,7 +4,10 @@ result depends on the rows alone, never on timing."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from millstream.types import TrainRow
 
@@ -23,6 +26,7 @@ class Tokenized(Protocol):
 
 
 R = TypeVar("R", bound=Tokenized)
+FloatT = TypeVar("FloatT", bound=np.floating[Any])
 
 
 class Packer(Generic[R]):
@@ -88,13 +92,34 @@ MAX_IMBALANCE = 1.1  # tokens of the fullest rank, with rows of one prompt kept 
 def deal(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[list[list[TrainRow]]]:
     """Rows by rank, balanced by the tokens to compute, as passes of at most `max_tokens`. Every rank has the same number of
     passes, some of them empty: a pass is a collective."""
-    shares = _balanced(_by_prompt(rows), num_ranks)
-    apart = _balanced([[row] for row in rows], num_ranks)
-    if _fullest(shares) > MAX_IMBALANCE * _fullest(apart):
-        shares = apart
-    by_rank = [list(packed(share, max_tokens)) for share in shares]
+    by_rank = [list(packed(share, max_tokens)) for share in deal_shares(rows, num_ranks)]
     most = max(map(len, by_rank))
     return [passes + [[] for _ in range(most - len(passes))] for passes in by_rank]
+
+
+def deal_passes(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[list[list[TrainRow]]]:
+    """As `deal`, but a single rank gets the rows as they are, in one pass: what a model on a thread of this process gets."""
+    return [[list(rows)]] if num_ranks == 1 else deal(rows, num_ranks, max_tokens=max_tokens)
+
+
+def deal_shares(rows: Sequence[TrainRow], num: int) -> list[list[TrainRow]]:
+    """Balanced by the tokens to compute; rows of one prompt stay together, unless that would leave others without work."""
+    if num == 1:
+        return [list(rows)]
+    shares = _balanced(_by_prompt(rows), num)
+    apart = _balanced([[row] for row in rows], num)
+    return apart if _fullest(shares) > MAX_IMBALANCE * _fullest(apart) else shares
+
+
+def numbers_by_row(
+    rows: Sequence[TrainRow], rows_of: Sequence[Sequence[TrainRow]], found: Sequence[NDArray[FloatT]]
+) -> list[NDArray[FloatT]]:
+    """Numbers of the trained tokens of each row. They were found by rank, in the order of its own rows."""
+    by_row: dict[int, NDArray[FloatT]] = {}
+    for own, numbers in zip(rows_of, found, strict=True):
+        ends = np.cumsum([row.num_trained for row in own])
+        by_row |= zip(map(id, own), np.split(numbers, ends[:-1]), strict=True) if own else ()
+    return [by_row[id(row)] for row in rows]
 
 
 def _balanced(bundles: Sequence[list[TrainRow]], num_ranks: int) -> list[list[TrainRow]]:

@@ -22,7 +22,13 @@ from millstream.learner.packing import R, Tokenized, num_computed, packed
 
 logger = logging.getLogger(__name__)
 LOCKSTEP = "With pipeline.max_lag = 0 sizes are fixed at the start, since others would change the last bits"
+SHARDED = "The other ranks wait for this pass"
 T = TypeVar("T")
+
+
+def why_fixed(*, is_sharded: bool, is_fixed: bool) -> str:
+    """Why a pass that fails is not repeated; empty: it is."""
+    return SHARDED if is_sharded else LOCKSTEP if is_fixed else ""
 
 
 class Passes:

@@ -1,4 +1,4 @@
-"""The learner's worker processes as groups: ranks that share one policy, or a single scorer or critic.
+"""The learner's worker processes as groups: ranks that share one policy, one scorer or one critic.
 
 A group (`rpc.group`) answers every call with all of its members or fails as a whole. Here its error is `LearnerGone` if a
 process died, or if the ranks lost each other: new processes may succeed. It is `LearnerError` if a worker refused, which it
@@ -17,11 +17,11 @@ from msgspec import structs
 from torch._C._distributed_c10d import TCPStore
 
 from millstream.errors import LearnerError, LearnerGone, WorkerError, WorkerExited
-from millstream.learner.messages import RankSetup, WriteSnapshot
+from millstream.learner.messages import RankPlace, ShareSetup, WriteSnapshot
 from millstream.learner.snapshots import check_files
 from millstream.rpc.call import Remote
 from millstream.rpc.group import WorkerGroup
-from millstream.rpc.process import Launcher, WorkerProcess, rank_name
+from millstream.rpc.process import Kind, Launcher, WorkerProcess, rank_name
 
 RANK_WORKER = "millstream.learner.rank_worker:serve_rank"
 LOOPBACK = "127.0.0.1"
@@ -48,15 +48,36 @@ def _is_echo(error: Exception) -> bool:
 
 
 class RankProcesses(LearnerProcesses):
-    """The ranks of one learner, and, of several, the `TCPStore` through which they join each other."""
+    """The processes that have one model, and, of several, the `TCPStore` through which they join each other. Each is launched
+    under its name in `names`; `who`: all of them in words."""
 
-    def __init__(self, setup: RankSetup, launcher: Launcher, *, host: str = LOOPBACK) -> None:
+    def __init__(
+        self,
+        setup: ShareSetup,
+        launcher: Launcher,
+        names: Sequence[str],
+        *,
+        kind: Kind,
+        target: str,
+        who: str,
+        host: str = LOOPBACK,
+    ) -> None:
         """`host`: the address of this machine that all ranks can reach."""
-        num_ranks = setup.plan.num_ranks
-        self._store = None if num_ranks == 1 else _open_store(host, num_ranks)
+        num = len(names)
+        self._store = None if num == 1 else _open_store(host, num)
         port = 0 if self._store is None else self._store.port
-        setup = structs.replace(setup, plan=structs.replace(setup.plan, host=host, port=port))
-        super().__init__([_rank(setup, rank, launcher) for rank in range(num_ranks)], who="the learner")
+        members = []
+        for rank, name in enumerate(names):
+            memory = None if setup.memory is None else os.dup(setup.memory)
+            own = structs.replace(setup, place=RankPlace(rank=rank, num_ranks=num, host=host, port=port), memory=memory)
+            launch = partial(_launch, launcher, kind, target, name, memory)
+            members.append(Remote(launch, own, name=name if name in who else f"rank {rank} of {num}"))
+        super().__init__(members, who=who)
+
+
+def learner_ranks(setup: ShareSetup, num_ranks: int, launcher: Launcher, *, host: str = LOOPBACK) -> RankProcesses:
+    names = [rank_name(rank) for rank in range(num_ranks)]
+    return RankProcesses(setup, launcher, names, kind="learner", target=RANK_WORKER, who="the learner", host=host)
 
 
 def _open_store(host: str, num_ranks: int) -> TCPStore:
@@ -72,21 +93,10 @@ def _open_store(host: str, num_ranks: int) -> TCPStore:
     )
 
 
-def _rank(setup: RankSetup, rank: int, launcher: Launcher) -> Remote:
-    plan = structs.replace(setup.plan, rank=rank)
-    memory = None if setup.memory is None else os.dup(setup.memory)
-    delivery = setup.delivery if rank == 0 else None
-    return Remote(
-        partial(_launch, launcher, rank_name(rank), memory),
-        structs.replace(setup, plan=plan, memory=memory, delivery=delivery),
-        name=f"rank {rank} of {plan.num_ranks}",
-    )
-
-
-def _launch(launcher: Launcher, name: str, memory: int | None) -> WorkerProcess:
+def _launch(launcher: Launcher, kind: Kind, target: str, name: str, memory: int | None) -> WorkerProcess:
     """The process inherits the memory's descriptor; ours is closed."""
     try:
-        return launcher.launch("learner", RANK_WORKER, name=name, descriptors=() if memory is None else (memory,))
+        return launcher.launch(kind, target, name=name, descriptors=() if memory is None else (memory,))
     finally:
         if memory is not None:
             os.close(memory)

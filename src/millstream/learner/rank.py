@@ -18,28 +18,22 @@ import torch.distributed
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millstream.errors import LearnerError
 from millstream.learner.check import check_learner
 from millstream.learner.config import LearnerConfig
 from millstream.learner.optimizer import Optimizer, OptimizerState, StepResult
-from millstream.learner.passes import LOCKSTEP, Passes
-from millstream.learner.rows import MAX_FILLER, RowTensors
+from millstream.learner.passes import Passes, why_fixed
+from millstream.learner.rows import EMPTY_ROW, MAX_FILLER, RowTensors
 from millstream.learner.tally import RunningSums, StepTally, behaviour_distance
 from millstream.model.adapters import copy_of, trained_weights
+from millstream.model.load import model_weights
 from millstream.model.policy import Policy, activations_on_host, recompute_activations
 from millstream.model.shared_memory import Layout
 from millstream.model.slices import EVERYTHING
 from millstream.objective import LossInputs, Objective
-from millstream.types import Floats, TrainRow
+from millstream.types import Floats, TrainRow, Weights
 
-SHARDED = "The other ranks wait for this pass"
 NUM_COMPILED_SIZES = 4  # of micro-batches: compiled layers are compiled once for each
-EMPTY_ROW = TrainRow(
-    tokens=np.zeros(2, np.int32),
-    loss_mask=np.array([False, True]),
-    logprobs=np.zeros(2, np.float32),
-    advantages=np.zeros(2, np.float32),
-)
-"""What a rank without rows computes while the other ranks need its shard."""
 
 
 def make_policies(
@@ -89,8 +83,8 @@ class Rank:
         self.optimizer = Optimizer(policy.model, config, num_steps=num_optimizer_steps)
         self._device = next(policy.parameters()).device
         self._quantum = max(1, config.pass_tokens // NUM_COMPILED_SIZES) if config.is_compiled else 1
-        why_fixed = SHARDED if is_sharded else LOCKSTEP if is_fixed else ""
-        self.passes = Passes("learner", why_fixed=why_fixed, is_logged=False)
+        why = why_fixed(is_sharded=is_sharded, is_fixed=is_fixed)
+        self.passes = Passes("learner", why_fixed=why, is_logged=False)
         self._limit_reported: int | None = None
         self._has_stepped = False  # in this batch: before, the proximal policy is the policy itself
         self._has_sizes_to_compile = config.is_compiled and not is_sharded
@@ -276,6 +270,20 @@ def own_slice(tensor: Any) -> slice:
     share = -(-length // mesh.size())
     begin = min(length, mesh.get_local_rank() * share)
     return slice(begin, min(length, begin + share))
+
+
+@torch.no_grad()
+def load_slices(model: PreTrainedModel, weights: Weights) -> None:
+    """As `load_weights`, also into a model that is sharded: whole tensors, of which each rank copies its own slices."""
+    own = model_weights(model)
+    for name, value in weights.items():
+        target: Any = own[name]
+        if not hasattr(target, "to_local"):
+            target.copy_(value)
+        elif target.shape != value.shape:
+            raise LearnerError(f"{name} has the size {tuple(value.shape)}, expected {tuple(target.shape)}")
+        else:
+            target.to_local().copy_(value[own_slice(target)])
 
 
 def gathered(own: Tensor, shape: tuple[int, ...]) -> Tensor | None:

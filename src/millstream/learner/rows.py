@@ -21,6 +21,15 @@ MAX_FILLER = 512  # tokens of a filler sequence: attention over a longer one wou
 COLUMNS_PER_TOKEN = ("logprobs", "advantages", "reference", "proximal", "values", "returns")  # some are optional
 
 
+EMPTY_ROW = TrainRow(
+    tokens=np.zeros(2, np.int32),
+    loss_mask=np.array([False, True]),
+    logprobs=np.zeros(2, np.float32),
+    advantages=np.zeros(2, np.float32),
+)
+"""What a rank without rows computes while the other ranks need its shard."""
+
+
 def not_finite(row: TrainRow) -> list[str]:
     """The columns with a number that is not finite. Only trained tokens are read."""
     columns = {name: column for name in COLUMNS_PER_TOKEN if (column := getattr(row, name)) is not None}

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from millstream.errors import LearnerError
 from millstream.learner.optimizer import OptimizerState
-from millstream.learner.snapshots import check_folder
+from millstream.learner.snapshots import check_folder, files_in
 
 STATE_FILE = "learner.pt"
 METADATA_FILE = ".metadata"  # of a distributed checkpoint; the shards are in the same folder
@@ -119,6 +120,26 @@ def write_shards(state: OptimizerState, folder: Path, group: Any) -> None:
         if cause is None and shutil.disk_usage(folder).free < FULL_DISK_BYTES:  # torch does not report the reason
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise OSError(cause.errno if cause else errno.EIO, cause.strerror if cause else str(error)) from error
+
+
+class StateFiles:
+    """How a process writes its state, and reads it again: alone in one file, of several ranks each its shards. Created by all
+    ranks at the same time."""
+
+    def __init__(self, *, num_ranks: int) -> None:
+        # snapshots have their own process group: training uses the other one at the same time
+        self._group = None if num_ranks == 1 else torch.distributed.new_group(backend="gloo")
+
+    def write(self, state: OptimizerState, folder: Path) -> dict[str, int]:
+        """Returns the files that this process then sees there."""
+        if self._group is None:
+            write_state(state, folder)
+        else:
+            write_shards(state, folder, self._group)
+        return files_in(folder)
+
+    def read(self, folder: Path, like: dict[str, Tensor]) -> OptimizerState:
+        return read_state(folder) if self._group is None else read_shards(folder, like, self._group)
 
 
 def _read_all(folder: Path) -> OptimizerState:

@@ -101,6 +101,10 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
+def dtype_name(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
 def model_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Everything that training may change or a checkpoint holds: parameters, and the buffers that are saved with them."""
     parameters = dict(model.named_parameters())

@@ -98,7 +98,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     )  # a cap changes small logits in their last bits
 
 
-def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -26,14 +26,13 @@ import numpy as np
 
 from millstream.errors import RowsLost, StreamEnded
 from millstream.events import Span
-from millstream.learner.base import StoreScorer
+from millstream.learner.base import PackedScores, StoreScorer
 from millstream.learner.packing import Packer
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.grouping import row_order
 from millstream.pipeline.schema import SharedColumns, Stage, num_tokens_of, rows_to_score
 from millstream.store import ONE_GROUP, Lease, Want
 from millstream.store.base import Columns
-from millstream.store.wire import PackedBlock
 from millstream.types import Floats, TrainRow
 
 
@@ -72,9 +71,8 @@ async def _score(stage: Stage, lease: Lease, context: RunContext) -> None:
 class ScoredBatch(NamedTuple):
     """A micro-batch and its column: the cells, or where its scorer has packed them."""
 
-    num_rows: int
     cells: list[Floats]
-    packed: PackedBlock | None = None
+    packed: list[PackedScores]
 
 
 async def score_and_write(
@@ -109,11 +107,10 @@ async def _write(
     *,
     overwrite: bool,
 ) -> None:
-    store, begin = context.store, 0
-    for packed in [some for some in scored if some.packed is not None]:
-        assert packed.packed is not None and isinstance(store, SharedColumns)
-        await store.write_staged(row_ids[begin : begin + packed.num_rows], packed.packed, overwrite=overwrite)
-        begin += packed.num_rows
+    store = context.store
+    for packed in [one for some in scored for one in some.packed]:
+        assert isinstance(store, SharedColumns)
+        await store.write_staged(packed.row_ids, packed.block, overwrite=overwrite)
     cells = [own for some in scored for own in some.cells]
     columns = {**more, stage.name: cells} if cells else more
     if columns:
@@ -135,9 +132,9 @@ async def scores_of(rows: Sequence[TrainRow], stage: Stage, context: RunContext)
 
 async def _score_batch(rows: Sequence[TrainRow], stage: Stage) -> ScoredBatch:
     if not stage.reads_store:
-        return ScoredBatch(len(rows), await stage.scorer.score(rows))
+        return ScoredBatch(await stage.scorer.score(rows), [])
     assert isinstance(stage.scorer, StoreScorer)
-    return ScoredBatch(len(rows), [], await stage.scorer.score_stored(rows, stage.name))
+    return ScoredBatch([], await stage.scorer.score_stored(rows, stage.name))
 
 
 def emit_span(context: RunContext, worker: str, what: str, began: float, rows: Sequence[TrainRow] = ()) -> None:

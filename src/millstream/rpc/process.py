@@ -71,6 +71,16 @@ def rank_name(number: int) -> str:
     return f"rank {number}"
 
 
+def replica_names(name: str, replicas: int) -> list[str]:
+    """Of the groups of processes of a reference or a proximal policy; a critic is one group."""
+    return [name] if replicas == 1 else [f"{name}-{number}" for number in range(replicas)]
+
+
+def shard_names(name: str, ranks: int) -> list[str]:
+    """Of the processes that have one copy of a scorer's model."""
+    return [name] if ranks == 1 else [f"{name} rank {number}" for number in range(ranks)]
+
+
 def own_node() -> str:
     """The name of the node that this process is on; "" without a cluster."""
     return os.environ.get(NODE, "")

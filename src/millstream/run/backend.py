@@ -20,7 +20,7 @@ from millstream.clock import Clock
 from millstream.cluster.resources import check_ray_installed
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.host import ENGINE_START_S
-from millstream.engine.processes import EngineSupply, LocalWeights, process_engine
+from millstream.engine.processes import SHARED, EngineSupply, LocalWeights, process_engine
 from millstream.events import EventSink, WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.messages import StoreAccess
@@ -29,7 +29,7 @@ from millstream.pipeline.workers import WorkerPlan
 from millstream.rpc.process import Kind, Launcher, LocalLauncher, WorkerProcess
 from millstream.run import build
 from millstream.run.build import HttpServers
-from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
+from millstream.run.build_scorers import DurableCritic, Scorers, StageProcesses, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines
 from millstream.run.outside import build_outside_engine
 from millstream.run.places import Places, local_ways
@@ -42,6 +42,7 @@ from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 from millstream.weights.transfer import Delivery
+from millstream.weights.transfer.publisher import open_publisher
 
 PROGRAMS = "the engines are programs outside, which connect to the run: start as many as you like"
 SERVERS = (
@@ -122,9 +123,10 @@ class LoggedLauncher(NamedTuple):
     """Starts processes of this machine, each with an event."""
 
     context: BackendContext
+    launcher: LocalLauncher = LocalLauncher(is_warm=True)
 
     def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
-        worker = LocalLauncher(is_warm=True).launch(kind, target, name=name, descriptors=descriptors)
+        worker = self.launcher.launch(kind, target, name=name, descriptors=descriptors)
         at = self.context.clock.now()
         self.context.sink.emit(WorkerStarted(at=at, worker=name, what=kind, pid=worker.pid, node=""))
         return worker
@@ -178,7 +180,16 @@ class LocalBackend:
         return None if self._store is None else StoreAccess("millstream.store.host:connect_here", self._store.plan)
 
     def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
-        return build_scorers(self._config, self._context.model, saved, device=self.learner_device)
+        launcher = LocalLauncher(is_warm=self.learner_device == "cpu", environment_of=self._places.stage_environment)
+        processes = StageProcesses(
+            launcher=LoggedLauncher(self._context, launcher),
+            open_publisher=lambda: open_publisher(SHARED),
+            device=self.learner_device,
+            durable=durable,
+            store=self._find_store,
+            are_here=True,
+        )
+        return build_scorers(self._config, self._context.model, saved, processes)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         plan, config = build.store_plan(self._config, stages), self._config.store

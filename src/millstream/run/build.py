@@ -39,7 +39,7 @@ from millstream.errors import ConfigError, EngineMisconfigured, LearnerError, Mi
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, LearnerContext, RunLearner
 from millstream.learner.check import check_learner
-from millstream.learner.config import LEARNER_KINDS
+from millstream.learner.config import LEARNER_KINDS, call_tokens
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import FindStore, ObjectiveSource
 from millstream.learner.torch import TorchLearner
@@ -447,8 +447,8 @@ def build_algorithm(
         group_reward=_with_overlong(_group_reward(text, rewards, launcher), config),
         credit=credit_for(config.algorithm),
         signal=signal_for(config.algorithm),
-        critic_batch_tokens=tokens if critic is None else critic.micro_batch_tokens,
-        proximal_batch_tokens=tokens if config.proximal is None else config.proximal.micro_batch_tokens,
+        critic_batch_tokens=tokens if critic is None else call_tokens(critic),
+        proximal_batch_tokens=tokens if config.proximal is None else call_tokens(config.proximal),
     )
 
 

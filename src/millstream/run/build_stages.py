@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from millstream.learner import Critic, Scorer
+from millstream.learner.config import call_tokens
 from millstream.pipeline.schema import REFERENCE, VALUES, Stage
 from millstream.run.config import RunConfig, critic_of, reference_of
 
@@ -12,7 +13,7 @@ def build_stages(config: RunConfig, reference: Scorer | None, critic: Critic | N
     reference_table, critic_table = reference_of(config), critic_of(config)
     if reference is not None and reference_table is not None:
         is_early = config.algorithm.kl == "reward" or config.algorithm.advantage == "distillation"
-        stages.append(Stage(REFERENCE, reference, reference_table.micro_batch_tokens, is_early))
+        stages.append(Stage(REFERENCE, reference, call_tokens(reference_table), is_early))
     if critic is not None and critic_table is not None:
-        stages.append(Stage(VALUES, critic, critic_table.micro_batch_tokens, is_early=True))
+        stages.append(Stage(VALUES, critic, call_tokens(critic_table), is_early=True))
     return tuple(stages)

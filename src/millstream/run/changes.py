@@ -85,13 +85,13 @@ RULES: Mapping[str, ChangeRule] = {
     **_may("now", "learner.", "recompute offload compile gpu_share max_skipped_steps"),
     **_must_not("the schedule of the learning rate counts that many steps a batch", "learner.", "mini_batches"),
     **_must_not(OTHER_STAGES, "", "reference reference.path critic critic.path proximal"),
-    **_may("now", "reference.", "device dtype micro_batch_tokens"),
+    **_may("now", "reference.", "device dtype micro_batch_tokens ranks replicas"),
     **_may(
         "now",
         "critic.",
-        "device learning_rate warmup_steps max_grad_norm value_clip micro_batch_tokens max_skipped_steps",
+        "device learning_rate warmup_steps max_grad_norm value_clip micro_batch_tokens ranks max_skipped_steps",
     ),
-    **_may("now", "proximal.", "device micro_batch_tokens"),
+    **_may("now", "proximal.", "device micro_batch_tokens ranks replicas"),
     **_may(
         "now",
         "",

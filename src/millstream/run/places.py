@@ -1,12 +1,13 @@
-"""Places: which GPUs the learner's ranks and the engines get. A pure function of the config and the GPUs that are visible
+"""Places: which GPUs the learner's ranks, scorers and engines get. A pure function of the config and the GPUs that are visible
 (`place`), so that any machine can be tried anywhere (`--dry-run --machine 4x8xH100`). Light: imports no torch.
 
 On one machine (`runtime = "local"`), where there is more than one GPU:
 
 1. rank i of the learner has GPU i;
-2. the engines have the GPUs after those, `engine.vllm.tensor_parallel` each, in a process that sees no others;
-3. `engine.replicas = "auto"`: as many engines as these GPUs are enough for;
-4. engines share GPUs only if the config limits the memory of each (`engine.vllm.memory`, `engine.cache_gb`).
+2. a reference, a critic or a proximal policy of several processes (`ranks`, `replicas`) has the GPUs after those, one each;
+3. the engines have the GPUs after those, `engine.vllm.tensor_parallel` each, in a process that sees no others;
+4. `engine.replicas = "auto"`: as many engines as these GPUs are enough for;
+5. engines share GPUs only if the config limits the memory of each (`engine.vllm.memory`, `engine.cache_gb`).
 
 On a cluster Ray assigns the GPUs. `resources.gpus` says how many the run has, and they are divided in the same way.
 """
@@ -23,14 +24,16 @@ from millstream.cluster.resources import Placement, ResourcesConfig, placement_o
 from millstream.engine import EngineConfig
 from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.errors import ConfigError, EngineError
-from millstream.rpc.process import engine_names
-from millstream.run.config import RunConfig
+from millstream.learner.config import StageConfig, num_processes, replicas_of
+from millstream.rpc.process import engine_names, replica_names, shard_names
+from millstream.run.config import RunConfig, critic_of, reference_of
 from millstream.run.roofline import parse_gpus
 from millstream.run.sizes import Memory, ModelDevice, ModelShape, choose_dtype
 from millstream.weights import TransferWay
 
 ALONE_MEMORY = 0.9  # of a GPU that one vLLM has to itself
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+STAGES = {"reference": "reference", "critic": "critic", "proximal": "proximal policy"}  # by table, in words
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
@@ -61,6 +64,13 @@ class Places(Struct, frozen=True, kw_only=True):
     """Of engine i, in a process of its own; empty: engines are where the model is."""
     spare: tuple[tuple[Gpu, ...], ...] = ()
     """For engines that are added later."""
+    stages: tuple[tuple[str, Gpu], ...] = ()
+    """Of each process of a reference, a critic or a proximal policy, by its name."""
+
+    def stage_environment(self, name: str) -> dict[str, str]:
+        """What this process of a scorer gets."""
+        gpu = dict(self.stages).get(name)
+        return {} if gpu is None else {VISIBLE: gpu.name}
 
     def device(self, of_model: str) -> str:
         """Of the learner and of engines, "cpu" or "cuda". `of_model`: the device of the driver's model, which says it where no
@@ -83,15 +93,18 @@ class Places(Struct, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """One line; empty where there is nothing to say."""
-        if not self.engines and len(self.ranks) < 2:
+        if not self.engines and not self.stages and len(self.ranks) < 2:
             return ""
         several = f"{len(self.ranks)} learner ranks on GPUs"
-        learner = f"{'the learner on GPU' if len(self.ranks) == 1 else several} {_numbers(self.ranks)}"
-        if not self.engines:
-            return learner
-        num, used = len(self.engines), tuple(dict.fromkeys(sum(self.engines, ())))
-        each = f", {len(self.engines[0])} each" if len(self.engines[0]) > 1 else ""
-        return f"{learner}, {num} engine{'s' * (num > 1)} on GPU{'s' * (len(used) > 1)} {_numbers(used)}{each}"
+        parts = [f"{'the learner on GPU' if len(self.ranks) == 1 else several} {_numbers(self.ranks)}"]
+        for table in STAGES:
+            gpus = [gpu for name, gpu in self.stages if name.startswith(table)]
+            parts += [f"{len(gpus)} processes of the {STAGES[table]} on GPUs {_numbers(gpus)}"] if gpus else []
+        if self.engines:
+            num, used = len(self.engines), tuple(dict.fromkeys(sum(self.engines, ())))
+            each = f", {len(self.engines[0])} each" if len(self.engines[0]) > 1 else ""
+            parts.append(f"{num} engine{'s' * (num > 1)} on GPU{'s' * (len(used) > 1)} {_numbers(used)}{each}")
+        return ", ".join(parts)
 
 
 def parse_machine(text: str) -> Machine:
@@ -139,20 +152,25 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
         raise ConfigError(
             f"learner.ranks = {ranks}, and {_count(len(gpus), 'GPU')} can be seen: set learner.ranks = {len(gpus)}"
         )
-    scored = _scorer_gpus(config)
+    stages, scored = stage_processes(config), _scorer_gpus(config)
+    has_engine = engine.is_placed and engine.process is not False
+    if stages:
+        _check_stages(config, len(stages), len(gpus), engine.gpus_each if has_engine else 0)
     learner, rest = gpus[:ranks], tuple(gpu for at, gpu in enumerate(gpus) if at >= ranks and at not in scored)
+    places = Places(ranks=learner, stages=tuple(zip(stages, rest, strict=False)))
+    rest = rest[len(stages) :]
     if not engine.is_placed:
         placed = (
             config if engine.replicas != "auto" else structs.replace(config, engine=_with(engine, 1, SHARED_MEMORY))
         )
-        return placed, Places(ranks=learner)
+        return placed, places
     if len(gpus) == 1 or engine.process is False:
         if engine.gpus_each > len(gpus):
             raise ConfigError(
                 f"engine.vllm.tensor_parallel = {engine.gpus_each}, and {_count(len(gpus), 'GPU')} can be seen: set it to 1"
             )
         _check_shared(engine, engine.num_replicas, learner)
-        return structs.replace(config, engine=_with(engine, engine.num_replicas, SHARED_MEMORY)), Places(ranks=learner)
+        return structs.replace(config, engine=_with(engine, engine.num_replicas, SHARED_MEMORY)), places
     each = engine.gpus_each
     if each > len(rest):
         parallel = 1 << (max(1, len(rest)).bit_length() - 1)  # heads are mostly divided by powers of two
@@ -167,7 +185,7 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
     _check_shared(engine, -(-num // len(groups)), groups[0], num=num, groups=len(groups))
     engines = tuple(groups[n % len(groups)] for n in range(num))
     share = ALONE_MEMORY / -(-num // len(groups))
-    places = Places(ranks=learner, engines=engines, spare=groups[num:])
+    places = structs.replace(places, engines=engines, spare=groups[num:])
     return structs.replace(config, engine=_with(engine, num, share)), places
 
 
@@ -205,6 +223,46 @@ def local_ways(config: RunConfig, places: Places, *, is_gpu: bool) -> tuple[Tran
             'memory, from which they are sent: set it to ["nccl", "shared"]'
         )
     return asked
+
+
+def _tables(config: RunConfig) -> dict[str, StageConfig]:
+    """Of the reference, the critic and the proximal policy, those that the run has."""
+    found = {"reference": reference_of(config), "critic": critic_of(config), "proximal": config.proximal}
+    return {name: table for name, table in found.items() if table is not None}
+
+
+def stage_processes(config: RunConfig) -> list[str]:
+    """The names of the processes of scorers that are no threads of the driver without Ray."""
+    return [
+        process
+        for name, table in _tables(config).items()
+        if num_processes(table) > 1
+        for replica in replica_names(name, replicas_of(table))
+        for process in shard_names(replica, table.ranks)
+    ]
+
+
+def _check_stages(config: RunConfig, num: int, gpus: int, engine: int) -> None:
+    """`num`: processes of scorers; `engine`: GPUs of one engine that must be left."""
+    ranks = config.learner.ranks
+    if ranks + num + engine <= gpus:
+        return
+    name, table = max(_tables(config).items(), key=lambda one: num_processes(one[1]))
+    room = gpus - ranks - engine - (num - num_processes(table))
+    asked = " and ".join(
+        f"{name}.ranks = {table.ranks}" + (f" x replicas = {replicas_of(table)}" if replicas_of(table) > 1 else "")
+        for name, table in _tables(config).items()
+        if num_processes(table) > 1
+    )
+    if replicas_of(table) > 1 and room >= table.ranks:
+        to_type = f"{name}.replicas = {room // table.ranks}"
+    else:
+        to_type = f"{name}.ranks = {max(1, room)}" + (f", {name}.replicas = 1" if replicas_of(table) > 1 else "")
+    raise ConfigError(
+        f"{_count(gpus, 'GPU')} can be seen; learner.ranks = {ranks} and {asked} need {ranks + num}"
+        + (f", and an engine {engine}" if engine else "")
+        + f": set {to_type}"
+    )
 
 
 def _scorer_gpus(config: RunConfig) -> set[int]:
@@ -289,7 +347,7 @@ def _check_engine_gpus(engine: EngineConfig, resources: ResourcesConfig) -> None
     if resources.stage_gpus > 1:
         raise ConfigError(
             f"resources.stage_gpus = {resources.stage_gpus:g}: a reference, a critic or a proximal policy computes on one GPU. "
-            "Set resources.stage_gpus = 1"
+            "Set resources.stage_gpus = 1, and ranks in its table to shard it over several"
         )
 
 
@@ -313,21 +371,21 @@ def _check_divided(resources: ResourcesConfig, num: int, ranks: int) -> None:
 
 def _check_room(config: RunConfig, machine: Machine) -> None:
     """Bundles are on one node each: the largest first, each on the first node with room."""
-    placement = placed_bundles(config)
-    asked, nodes = placement.total.get("GPU", 0.0), [float(len(node)) for node in machine.nodes]
+    shares = [bundle["GPU"] for bundle in placed_bundles(config).bundles if "GPU" in bundle]
+    shares += [config.resources.stage_gpus] * sum(map(num_processes, _tables(config).values()))
+    asked, nodes = sum(shares), [float(len(node)) for node in machine.nodes]
     there = f"{_count(len(machine.gpus), 'GPU')} on {_count(len(nodes), 'node')}"
     other = "" if machine.is_described else ". To check a config for another machine: --dry-run --machine 8xH100"
     if asked > sum(nodes):
         raise ConfigError(
-            f"engines and ranks need {asked:g} GPUs, and there are {there}: set engine.replicas or learner.ranks lower, or "
-            f"resources.gpus = {len(machine.gpus)}{other}"
+            f"engines, ranks and scorers need {asked:g} GPUs, and there are {there}: set engine.replicas or learner.ranks "
+            f"lower, or resources.gpus = {len(machine.gpus)}{other}"
         )
-    shares = [bundle["GPU"] for bundle in placement.bundles if "GPU" in bundle]
-    for share in sorted(shares, reverse=True):
+    for share in sorted(filter(None, shares), reverse=True):
         found = next((at for at, free in enumerate(nodes) if free >= share - 1e-6), None)
         if found is None:
             raise ConfigError(
-                f"{there} have no room for an engine or a rank with {share:g} GPUs on one node: set "
+                f"{there} have no room for an engine, a rank or a scorer with {share:g} GPUs on one node: set "
                 f"engine.vllm.tensor_parallel to a number that divides the GPUs of a node, or engine.replicas lower{other}"
             )
         nodes[found] -= share

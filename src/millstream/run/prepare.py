@@ -110,7 +110,7 @@ def prepare_run(
     environment = build.build_environment(
         checked.kinds, text, rewards, backend.launcher, ends=ends, takes_stops=config.engine.takes_stops
     )
-    check_scorer_models(config, tokenizer)
+    check_scorer_models(config, tokenizer, model)
     played = PlayedTasks(checked.kinds, data, config.rollout.max_tokens)
     check_lengths(played, context_length(model), text)
     prepared = Prepared(

@@ -46,7 +46,7 @@ from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
 from millstream.run.backend import BackendContext, LocalEngines
-from millstream.run.build_scorers import DurableCritic, Scorers, build_remote_scorers
+from millstream.run.build_scorers import DurableCritic, Scorers, StageProcesses, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines, weight_ways
 from millstream.run.places import Places, placed_bundles
 from millstream.run.replay import ReplayedLearner
@@ -195,16 +195,16 @@ class RayBackend:
         return None if self._store is None else StoreAccess("millstream.cluster.store:connect", self._store.plan)
 
     def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
-        return build_remote_scorers(
-            self._config,
-            self._model,
-            saved,
+        processes = StageProcesses(
             launcher=self,
             open_publisher=self._new_publisher,
             device="cuda" if self._resources.stage_gpus else "cpu",
             durable=durable,
             store=self._find_store,
+            host=self.cluster.host,
+            are_all=True,
         )
+        return build_scorers(self._config, self._model, saved, processes)
 
     def _new_publisher(self) -> WeightsPublisher:
         return open_publisher(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)

@@ -26,12 +26,11 @@ from millstream.clock import Clock
 from millstream.errors import LearnerError, LearnerGone
 from millstream.events import EventSink, LearnerRestarted, Warned
 from millstream.learner import RunCritic, RunLearner, Snapshot
-from millstream.learner.base import StoreScorer, reads_store
+from millstream.learner.base import PackedScores, StoreScorer, reads_store
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.retry import BackOff, Retry
 from millstream.run.replay_log import CheckpointView, LearnerCall, ReplayLog
 from millstream.store.segments import MIN_FREE_BYTES, free_shared_memory
-from millstream.store.wire import PackedBlock
 from millstream.types import Floats, HalfFloats, Metrics, TrainRow, Weights
 
 T = TypeVar("T")
@@ -319,8 +318,8 @@ class ReplayedCritic(Replayed[RunCritic]):
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._call(lambda inner: inner.score(rows))
 
-    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> PackedBlock:
-        async def score(inner: RunCritic) -> PackedBlock:
+    async def score_stored(self, rows: Sequence[TrainRow], column: str) -> list[PackedScores]:
+        async def score(inner: RunCritic) -> list[PackedScores]:
             assert isinstance(inner, StoreScorer)
             return await inner.score_stored(rows, column)
 

@@ -28,6 +28,7 @@ from millstream.env.data import in_order
 from millstream.errors import ConfigError, OutputError
 from millstream.events import ConfigWritten, Event, EventSink, RunEnded, RunStarted
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink
+from millstream.learner.config import call_tokens
 from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
 from millstream.pipeline.schema import Stage, store_tasks
 from millstream.pipeline.waits import Waits
@@ -349,10 +350,8 @@ class _SimRun:
             mini_batches=learner.mini_batches,
             credit=credit_for(config.algorithm),
             signal=signal_for(config.algorithm),
-            critic_batch_tokens=learner.pass_tokens if critic is None else critic.micro_batch_tokens,
-            proximal_batch_tokens=learner.pass_tokens
-            if config.proximal is None
-            else config.proximal.micro_batch_tokens,
+            critic_batch_tokens=learner.pass_tokens if critic is None else call_tokens(critic),
+            proximal_batch_tokens=learner.pass_tokens if config.proximal is None else call_tokens(config.proximal),
         )
 
     def _tasks(self) -> Iterator[tuple[int, Task]]:

@@ -25,6 +25,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.env.config import SINGLE_TURN
 from millstream.events import Sizes
+from millstream.learner.config import StageConfig, num_processes
 from millstream.run.config import RunConfig, TinyConfig, critic_of, is_model_on_host, reference_of
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -336,12 +337,12 @@ class Memory:
     def _scorers(self, config: RunConfig) -> float:
         """Those that are on the learner's GPU."""
         shape, size = self._shape, self._bytes
-        total = size * shape.trained if config.proximal is not None and _is_here(config.proximal.device) else 0.0
+        total = size * shape.trained if config.proximal is not None and _is_here(config.proximal) else 0.0
         reference, critic = reference_of(config), critic_of(config)
-        if reference is not None and _is_here(reference.device):
+        if reference is not None and _is_here(reference):
             total += shape.parameters * (size if reference.dtype is None else BYTES[reference.dtype])
             total += self._layer * reference.micro_batch_tokens + self._logits(reference.micro_batch_tokens)
-        if critic is not None and _is_here(critic.device):
+        if critic is not None and _is_here(critic):
             total += self.whole + self._optimizer(shape.parameters)
             total += SPARE * shape.layers * self._layer * critic.micro_batch_tokens
         return total
@@ -400,9 +401,9 @@ class Memory:
         return slots * (self.longest + 32) * self.token_bytes
 
 
-def _is_here(device: str | None) -> bool:
+def _is_here(table: StageConfig) -> bool:
     """Whether a scorer is on the GPU of the model, which is the first."""
-    return device in (None, "cuda", "cuda:0")
+    return table.device in (None, "cuda", "cuda:0") and num_processes(table) == 1
 
 
 def _round_down(gigabytes: float) -> float:
