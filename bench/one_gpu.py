@@ -2,8 +2,9 @@
 
 Each part is a command of another benchmark in a process of its own, with a limit; one that is over it is ended with all that
 it has started. A part begins only if it is expected to end in what is left of `--limit-s`; otherwise a smaller one is started.
-What is measured is in FOLDER: a later call continues with what is missing. Parts that failed are tried again with `--retry`.
-The table says what a part needs that is not given (`--model` and others). `FOLDER/NAME.log` has what a part printed.
+What is measured is in a few small files of FOLDER: a later call continues with what is missing, also on another machine. Parts
+that failed are tried again with `--retry`. The table says what a part needs that is not given (`--model` and others). Models
+and what parts print are in WORK.
 
     .venv/bin/python bench/one_gpu.py --limit-s 540 --model FOLDER [--gsm8k FILE] [--trl PYTHON] [--vllm PYTHON] [--only a,b]
     .venv/bin/python bench/one_gpu.py --list
@@ -14,6 +15,7 @@ The table says what a part needs that is not given (`--model` and others). `FOLD
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -31,6 +33,7 @@ from one_gpu_parts import FOLDERS, PYTHONS, Part, plan, smoke_plan
 from report import Options, Row, alone, not_measured, publish, say
 
 Status = Literal["measured", "failed", "over its limit", "ended by the call's limit"]
+LOG_CHARACTERS = 2000
 DONE: tuple[Status, ...] = ("measured", "over its limit")
 """What a part has by then counts: its benchmark writes results as they come."""
 
@@ -43,10 +46,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
     seconds: float
     at: str
     why: str = ""
-
-
-def file_of(folder: Path, part: Part, kind: str) -> Path:
-    return folder / f"{re.sub(r'[^A-Za-z0-9.]+', '-', part.name)}.{kind}"
+    rows: list[Row] = []
+    log: str = ""
+    """The last words of a part that was not measured."""
 
 
 def read_outcomes(folder: Path) -> dict[str, Outcome]:
@@ -63,21 +65,24 @@ def is_missing(outcome: Outcome | None, *, is_retried: bool) -> bool:
     return is_retried and outcome.status not in DONE
 
 
-def run_part(part: Part, given: Mapping[str, str], folder: Path, left_s: float) -> Outcome:
+def run_part(part: Part, given: Mapping[str, str], work: Path, left_s: float) -> Outcome:
     began, limit_s = time.monotonic(), min(part.limit_s, left_s)
-    out, log = file_of(folder, part, "json"), file_of(folder, part, "log")
+    stem = re.sub(r"[^A-Za-z0-9.]+", "-", part.name)
+    out, log = work / f"{stem}.json", work / f"{stem}.log"
     with out.open("w") as rows, log.open("w") as words:
         status = run_limited(part.words(given, limit_s), limit_s, out=rows, log=words)
     outcome: Status = "measured" if status == 0 else "failed"
     if status is None:
         outcome = "over its limit" if limit_s == part.limit_s else "ended by the call's limit"
-    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+    said = log.read_text(errors="replace").strip()
     return Outcome(
         part=part.name,
         status=outcome,
         seconds=time.monotonic() - began,
         at=datetime.now(UTC).isoformat(timespec="minutes"),
-        why="" if status == 0 else " ".join(last)[:160],
+        why="" if status == 0 else said.rpartition("\n")[2][:160],
+        rows=rows_in(out),
+        log="" if status == 0 else said[-LOG_CHARACTERS:],
     )
 
 
@@ -85,7 +90,11 @@ def run_parts(
     parts: Sequence[Part], given: Mapping[str, str], folder: Path, limit_s: float, *, is_retried: bool = False
 ) -> None:
     """Those that are missing and fit into the time."""
-    ends_at, outcomes = time.monotonic() + limit_s, read_outcomes(folder)
+    ends_at, outcomes, work = time.monotonic() + limit_s, read_outcomes(folder), Path(given["work"])
+    kept, written = folder / "end-to-end.jsonl", work / "end-to-end/results.jsonl"
+    written.parent.mkdir(parents=True, exist_ok=True)
+    if kept.exists() and (not written.exists() or written.stat().st_size < kept.stat().st_size):
+        shutil.copy(kept, written)
     for part in parts:
         left_s = ends_at - time.monotonic() - GRACE_S
         if not is_missing(outcomes.get(part.name), is_retried=is_retried) or left_s < part.expected_s:
@@ -93,7 +102,9 @@ def run_parts(
         if not all(given.get(name) for name in part.needs):
             continue
         say(f"{part.name}: about {part.expected_s:.0f} s, {left_s:.0f} s are left")
-        outcome = run_part(part, given, folder, left_s)
+        outcome = run_part(part, given, work, left_s)
+        if written.exists():
+            shutil.copy(written, kept)
         with (folder / "parts.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(outcome) + b"\n")
         say(f"{part.name}: {outcome.status} after {outcome.seconds:.0f} s {outcome.why}")
@@ -121,7 +132,7 @@ def rows_of(parts: Sequence[Part], folder: Path) -> list[Row]:
     outcomes, found, missing = read_outcomes(folder), [*end_to_end_rows(folder), *quality_rows(folder)], list[Row]()
     for part in parts:
         if part.name in outcomes and part.script != "end_to_end":
-            found += rows_in(file_of(folder, part, "json"))
+            found += outcomes[part.name].rows
     for part in parts:
         outcome = outcomes.get(part.name)
         if outcome is None or outcome.status != "measured":
@@ -146,7 +157,7 @@ def figures(rows: Sequence[Row]) -> list[Row]:
 
 
 def end_to_end_rows(folder: Path) -> list[Row]:
-    if not (path := folder / "end-to-end/results.jsonl").exists():
+    if not (path := folder / "end-to-end.jsonl").exists():
         return []
     from end_to_end_loads import WORKLOADS
     from end_to_end_report import read_records, rows_of
@@ -178,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--limit-s", 540.0, smoke=30.0, help="of this call")
     parser.add("--folder", Path("runs/one-gpu"), help="of results; a later call goes on there")
+    parser.add("--work", Path("runs/one-gpu-work"), help="models, logs")
     parser.add("--only", "", help="letters of parts, or names, by comma")
     parser.add("--quality-seconds", 300.0, help="of training, for each run of time to quality")
     for name, what in {**FOLDERS, **PYTHONS}.items():
@@ -186,9 +198,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="print the parts and what is known of them")
     options = parser.parse(argv)
     with tempfile.TemporaryDirectory() as scratch, ended_by_sigterm():
-        folder = Path(scratch) if options.smoke else options.folder
+        folder, work = (Path(scratch), Path(scratch) / "work") if options.smoke else (options.folder, options.work)
         folder.mkdir(parents=True, exist_ok=True)
-        given = {name: getattr(options, name) for name in (*FOLDERS, *PYTHONS)} | {"folder": str(folder)}
+        given = {name: getattr(options, name) for name in (*FOLDERS, *PYTHONS)}
+        given |= {"folder": str(folder), "work": str(work)}
         only = options.only.split(",") if options.only else []
         parts = smoke_plan() if options.smoke else plan(options.quality_seconds)
         parts = [part for part in parts if not only or part.letter in only or part.name in only]

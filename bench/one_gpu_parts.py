@@ -1,9 +1,9 @@
 """The parts of `bench/one_gpu.py`, in the order of their importance: commands of the other benchmarks, with the seconds that
 each is expected to take on an H200, and after which it is ended.
 
-A command names scripts of this folder; `{model}`, `{gsm8k}`, `{trl}`, `{vllm}` and `{folder}` are filled in, and what is left
-of the call's time: `{seconds}`, less what a cell takes before and after it, and `{minutes}`, all of it. A part needs what its
-command names.
+A command names scripts of this folder; `{model}`, `{gsm8k}`, `{trl}`, `{vllm}`, `{folder}` and `{work}` are filled in, and what
+is left of the call's time: `{seconds}`, less what a cell takes before and after it, and `{minutes}`, all of it. A part needs
+what its command names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec import Struct
 BENCH = Path(__file__).parent
 PYTHONS = {"trl": "a Python that has TRL and vLLM", "vllm": "a Python that has Millstream, vLLM and Ray"}
 FOLDERS = {"model": "a folder with SmolLM2-135M-Instruct", "gsm8k": "a JSON lines file with question and answer"}
-END_TO_END = "{folder}/end-to-end"
+END_TO_END = "{work}/end-to-end"
 AROUND_S = 60.0
 """That a cell takes at most besides its run."""
 
@@ -102,7 +102,7 @@ def _decoding() -> Iterator[Part]:
 
 def _quality(seconds: float) -> Iterator[Part]:
     yield from (quality(mode, 0, seconds) for mode in ("2", "barrier", "0", "4"))
-    large = "end_to_end_trl --folder {folder}/end-to-end --rollouts 512 --steps 1 --search-s 200"
+    large = f"end_to_end_trl --folder {END_TO_END} --rollouts 512 --steps 1 --search-s 200"
     yield part("c", "TRL, 512 rollouts", f"{{trl}} {large}", 460, 510)
     search = f"{_quality_command(seconds)} --modes trl --minutes 0"
     yield part("c", "TRL, its settings", f"{search} --trl-python {{trl}} --trl-search-s 300", 320, 420)

@@ -42,7 +42,7 @@ def commands() -> list[str]:
     texts = [page.read_text() for page in PAGES]
     for path in sorted((ROOT / "bench").glob("*.py")):
         texts.append(ast.get_docstring(ast.parse(path.read_text())) or "")
-    given = dict.fromkeys([*FOLDERS, *PYTHONS, "folder"], "GIVEN")
+    given = dict.fromkeys([*FOLDERS, *PYTHONS, "folder", "work"], "GIVEN")
     planned = (shlex.join([part.script, *part.words(given, 300.0)[2:]]) for part in [*plan(300.0), *smoke_plan()])
     return sorted({*(command for text in texts for command in shown_in(text)), *planned})
 

@@ -33,6 +33,10 @@ def program(name: str, *, expected_s: float = 1.0, limit_s: float = 60.0, needs:
     return Program(name=name, letter="a", command=f"{name} {needs}", expected_s=expected_s, limit_s=limit_s)
 
 
+def given(folder: Path) -> dict[str, str]:
+    return {"folder": str(folder), "work": str(folder / "work")}
+
+
 def statuses(folder: Path) -> dict[str, str]:
     return {name: outcome.status for name, outcome in read_outcomes(folder).items()}
 
@@ -44,13 +48,15 @@ def _has_little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_later_call_continues_with_what_is_missing_and_failures_are_tried_again_if_asked(tmp_path: Path) -> None:
     parts = [program("works"), program("fails"), program("lasts", limit_s=0.5), program("later", needs="{model}")]
-    run_parts(parts, {}, tmp_path, 60.0)
+    run_parts(parts, given(tmp_path), tmp_path, 60.0)
     first = {"works": "measured", "fails": "failed", "lasts": "over its limit"}
     assert statuses(tmp_path) == first
-    run_parts(parts, {}, tmp_path, 60.0)
+    run_parts(parts, given(tmp_path), tmp_path, 60.0)
     assert len((tmp_path / "parts.jsonl").read_text().splitlines()) == 3, "nothing was missing"
-    run_parts(parts, {}, tmp_path, 60.0, is_retried=True)
+    run_parts(parts, given(tmp_path), tmp_path, 60.0, is_retried=True)
     assert len((tmp_path / "parts.jsonl").read_text().splitlines()) == 4, "the one that failed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.jsonl", "work"]
+    assert read_outcomes(tmp_path)["fails"].log == "no GPU"
     lines = list(table(parts, {}, tmp_path))
     assert lines[3].endswith("| failed no GPU |") and lines[5].endswith("| needs --model |")
     rows = {row.workload: row for row in rows_of(parts, tmp_path)}
@@ -59,11 +65,11 @@ def test_a_later_call_continues_with_what_is_missing_and_failures_are_tried_agai
 
 def test_a_part_that_does_not_fit_is_left_and_one_that_the_call_ends_is_started_again(tmp_path: Path) -> None:
     parts = [program("fails", expected_s=100.0), program("lasts", expected_s=0.1), program("works", expected_s=50.0)]
-    run_parts(parts, {}, tmp_path, 1.0)
+    run_parts(parts, given(tmp_path), tmp_path, 1.0)
     assert statuses(tmp_path) == {"lasts": "ended by the call's limit"}
-    run_parts(parts, {}, tmp_path, 0.0)
+    run_parts(parts, given(tmp_path), tmp_path, 0.0)
     assert len((tmp_path / "parts.jsonl").read_text().splitlines()) == 1
-    run_parts(parts, {}, tmp_path, 1.0)
+    run_parts(parts, given(tmp_path), tmp_path, 1.0)
     assert len((tmp_path / "parts.jsonl").read_text().splitlines()) == 2
 
 
