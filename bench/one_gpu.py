@@ -3,8 +3,8 @@
 Each part is a command of another benchmark in a process of its own, with a limit; one that is over it is ended with all that
 it has started. A part begins only if it is expected to end in what is left of `--limit-s`; otherwise a smaller one is started.
 What is measured is in a few small files of FOLDER: a later call continues with what is missing, also on another machine. Parts
-that failed are tried again with `--retry`. The table says what a part needs that is not given (`--model` and others). Models
-and what parts print are in WORK.
+that failed, or were over their limit, are tried again with `--retry`. The table says what a part needs that is not given
+(`--model` and others). Models and what parts print are in WORK.
 
     .venv/bin/python bench/one_gpu.py --limit-s 540 --model FOLDER [--gsm8k FILE] [--trl PYTHON] [--vllm PYTHON] [--only a,b]
     .venv/bin/python bench/one_gpu.py --list
@@ -34,8 +34,6 @@ from report import Options, Row, alone, not_measured, publish, say
 
 Status = Literal["measured", "failed", "over its limit", "ended by the call's limit"]
 LOG_CHARACTERS = 2000
-DONE: tuple[Status, ...] = ("measured", "over its limit")
-"""What a part has by then counts: its benchmark writes results as they come."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -62,7 +60,7 @@ def read_outcomes(folder: Path) -> dict[str, Outcome]:
 def is_missing(outcome: Outcome | None, *, is_retried: bool) -> bool:
     if outcome is None or outcome.status == "ended by the call's limit":
         return True
-    return is_retried and outcome.status not in DONE
+    return is_retried and outcome.status != "measured"
 
 
 def run_part(part: Part, given: Mapping[str, str], work: Path, left_s: float) -> Outcome:
@@ -194,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--quality-seconds", 300.0, help="of training, for each run of time to quality")
     for name, what in {**FOLDERS, **PYTHONS}.items():
         parser.add(f"--{name}", "", help=what)
-    parser.add_argument("--retry", action="store_true", help="parts that failed")
+    parser.add_argument("--retry", action="store_true", help="parts that failed or were over their limit")
     parser.add_argument("--list", action="store_true", help="print the parts and what is known of them")
     options = parser.parse(argv)
     with tempfile.TemporaryDirectory() as scratch, ended_by_sigterm():
@@ -207,12 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parts = [part for part in parts if not only or part.letter in only or part.name in only]
         if not options.list:
             run_parts(parts, given, folder, options.limit_s, is_retried=options.retry)
-        if options.json and not options.list:
-            publish(rows_of(parts, folder), options)
-            return
-        print("\n".join(table(parts, given, folder)))
         if not options.list:
             publish(rows_of(parts, folder), options)
+        if options.list or not options.json:
+            print("\n".join(table(parts, given, folder)))
 
 
 if __name__ == "__main__":

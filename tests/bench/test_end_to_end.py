@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+import end_to_end
 import end_to_end_costs
 from end_to_end import REQUIRED, cells, check_warm_steps, chosen, with_steps
 from end_to_end_cells import (
@@ -325,6 +326,18 @@ def test_all_modes_measure_the_same_steps(sources: Sources, tmp_path: Path, monk
     found = [play("tiny-geometric-4", mode, sources, tmp_path / mode, monkeypatch)[0] for mode in ("barrier", "0", "2")]
     assert all(result.measured_steps == range(4, 6) for result in found)
     assert all(result.step_rollouts == [4] * 6 and len(result.step_tokens) == 6 for result in found)
+
+
+def test_a_cell_that_is_not_measured_is_recorded_and_the_status_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(end_to_end, "WORKLOADS", SMOKE_WORKLOADS)
+    with pytest.raises(SystemExit, match="not measured: tiny-geometric-4/2: NotMeasured: 0 steps"):
+        end_to_end.main(
+            ["--cells", "tiny-geometric-4/2", "--costs", "none", "--limit", "0", "--folder", str(tmp_path), "--json"]
+        )
+    assert "tiny-geometric-4" in capsys.readouterr().out
+    assert list(read_records(tmp_path / "results.jsonl").failed) == [("tiny-geometric-4", "2")]
 
 
 def test_modes_differ_in_the_lag_the_barrier_and_the_redundancy_alone(tmp_path: Path) -> None:
