@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,7 +130,8 @@ def test_a_reference_that_is_the_start_says_what_the_policy_says_and_what_it_say
     some = [row for row in make_rows(10) if row.loss_mask.any()]
     expected = asyncio.run(TorchLearner(model, config.learner, recipe.supervised()).logprobs(some))
     for kept in (None, tmp_path / "kept"):
-        reference = build_scorers(config, model, kept, device="cpu").reference
+        on_threads: Any = SimpleNamespace(device="cpu", has=lambda table: False)
+        reference = build_scorers(config, model, kept, on_threads).reference
         assert reference is not None
         for row, found, own in zip(some, asyncio.run(reference.score(some)), expected, strict=True):
             assert np.array_equal(found[row.loss_mask], own)

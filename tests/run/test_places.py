@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from millstream.cli.main import app
 from millstream.clock import RealClock
-from millstream.cluster.resources import placement_lines
+from millstream.cluster.resources import placement_lines, stage_lines
 from millstream.config import convert
 from millstream.engine.native.process import engine_setup
 from millstream.engine.processes import LocalWeights
@@ -45,6 +45,7 @@ from millstream.run.places import (
     parse_machine,
     place,
     placed_bundles,
+    stage_numbers,
 )
 from millstream.run.prepare import prepare_run
 from millstream.run.sizes import choose_sizes, shape_from
@@ -147,6 +148,18 @@ def test_what_scorers_take_is_said_in_the_line_of_places() -> None:
     )
     _, places = place(run(f"{REFERENCE}\n[engine]\nprocess = false"), node(8))
     assert places.words() == "the learner on GPU 0, 2 processes of the reference on GPUs 1, 2"
+
+
+def test_with_ray_a_line_says_how_many_processes_scorers_have() -> None:
+    text = "runtime = 'ray'\n[resources]\ngpus = 4\nstage_gpus = 1\n[reference]\nranks = 2\nreplicas = 2\n[proximal]"
+    config = run(f"{text}\n[learner]\nmini_batches = 2")
+    assert stage_lines(config.resources, stage_numbers(config)) == [
+        "4 processes of the reference (1 GPU each), where there is room",
+        "1 process of the proximal policy (1 GPU each), where there is room",
+    ]
+    place(config, parse_machine("9xH100"))
+    with pytest.raises(ConfigError, match="scorers need 9 GPUs, and there are 8 GPUs"):
+        place(config, parse_machine("8xH100"))
 
 
 @pytest.mark.parametrize(

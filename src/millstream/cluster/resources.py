@@ -7,7 +7,7 @@ scorers take what is free outside of the group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
@@ -202,6 +202,15 @@ def placement_lines(config: ResourcesConfig, *, replicas: int, ranks: int, has_p
     return [
         f"{parts}{together}: {total} in all, {where[config.spread]}; {place}",
         ways_in_words(ways),
+    ]
+
+
+def stage_lines(config: ResourcesConfig, stages: Mapping[str, int]) -> list[str]:
+    """In words: processes of scorers, by what they compute; nothing is reserved for them."""
+    each = _shares(*config.shares("stage"))
+    return [
+        f"{num} process{'' if num == 1 else 'es'} of the {what} ({each} each), where there is room"
+        for what, num in stages.items()
     ]
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from millstream.algo import advantage_of, check_algorithm, needs_critic, reads_proximal
-from millstream.cluster.resources import ResourcesConfig, placement_lines, ways_in_words
+from millstream.cluster.resources import ResourcesConfig, placement_lines, stage_lines, ways_in_words
 from millstream.config import to_toml
 from millstream.engine.vllm.config import VllmConfig, check_args, check_installed, is_installed
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, check_environments
@@ -37,7 +37,15 @@ from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.device import find_device, find_shape, heads_of
 from millstream.run.folder import check_free
 from millstream.run.own_parts import check_own_parts, checked_own_parts
-from millstream.run.places import Machine, check_heads, check_model_fits, local_ways, place, placed_bundles
+from millstream.run.places import (
+    Machine,
+    check_heads,
+    check_model_fits,
+    local_ways,
+    place,
+    placed_bundles,
+    stage_numbers,
+)
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
 
@@ -478,6 +486,7 @@ def _checked_places(machine: Machine | None, config: RunConfig) -> Iterator[str]
         ranks=config.learner.ranks,
         has_proximal=config.proximal is not None,
     )
+    lines += stage_lines(placed.resources, stage_numbers(placed))
     yield from (f"checked: {line}" for line in lines)
     if find_spec("ray") is None:
         yield "not checked: Ray, which is not installed here"

@@ -231,6 +231,11 @@ def _tables(config: RunConfig) -> dict[str, StageConfig]:
     return {name: table for name, table in found.items() if table is not None}
 
 
+def stage_numbers(config: RunConfig) -> dict[str, int]:
+    """Of each scorer, in words, its processes with Ray."""
+    return {STAGES[name]: num_processes(table) for name, table in _tables(config).items()}
+
+
 def stage_processes(config: RunConfig) -> list[str]:
     """The names of the processes of scorers that are no threads of the driver without Ray."""
     return [
@@ -372,7 +377,7 @@ def _check_divided(resources: ResourcesConfig, num: int, ranks: int) -> None:
 def _check_room(config: RunConfig, machine: Machine) -> None:
     """Bundles are on one node each: the largest first, each on the first node with room."""
     shares = [bundle["GPU"] for bundle in placed_bundles(config).bundles if "GPU" in bundle]
-    shares += [config.resources.stage_gpus] * sum(map(num_processes, _tables(config).values()))
+    shares += [config.resources.stage_gpus] * sum(stage_numbers(config).values())
     asked, nodes = sum(shares), [float(len(node)) for node in machine.nodes]
     there = f"{_count(len(machine.gpus), 'GPU')} on {_count(len(nodes), 'node')}"
     other = "" if machine.is_described else ". To check a config for another machine: --dry-run --machine 8xH100"
