@@ -20,16 +20,18 @@ from msgspec.structs import replace
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
 from millstream.config import convert
-from millstream.errors import MillstreamError
+from millstream.errors import ConfigError, MillstreamError
 from millstream.events.sinks import MemorySink
-from millstream.rpc.process import engine_names
+from millstream.rpc.process import Kind, Launcher, LocalLauncher, engine_names
 from millstream.run import build, build_scorers
 from millstream.run.backend import BackendContext, LocalBackend
+from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig, is_model_on_host
 from millstream.run.device import find_device, with_places
-from millstream.run.places import Gpu, Machine, parse_machine, place
+from millstream.run.places import Gpu, Machine, Places, parse_machine, place
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.sizes import ModelDevice, choose_sizes, shape_from
+from support.seen_worker import ask
 from support.started import Recorder, Started, recorder
 from support.tiny import make
 
@@ -46,6 +48,10 @@ SEVEN_B = {
     "vocab_size": 152064,
 }
 SMALL = "[model.tiny]\n[rollout]\nmax_tokens = 8\n[data]\ntoy = 'sort_digits'\nsize = 64\nholdout = 0\n"
+
+
+def config_of(text: str) -> RunConfig:
+    return convert(tomllib.loads(f"{text}\n{SMALL}"), RunConfig, where="run.toml")
 
 
 class Faked:
@@ -65,8 +71,7 @@ class Faked:
         return self._build_model(replace(config, device="cpu"), **more)
 
     def prepare(self, text: str, folder: Path) -> Prepared:
-        config = convert(tomllib.loads(text + "\n" + SMALL), RunConfig, where="run.toml")
-        return prepare_run(replace(config, run_dir=str(folder / "run")))
+        return prepare_run(replace(config_of(text), run_dir=str(folder / "run")))
 
 
 def numbered(gpus: int) -> list[str]:
@@ -187,9 +192,42 @@ def test_the_memory_of_a_gpu_on_which_the_driver_computes_nothing_is_asked_of_th
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append("torch") or (6e9, 8e9))
 
     def free(text: str) -> float | None:
-        return build.measure_device(convert(tomllib.loads(f"{text}\n{SMALL}"), RunConfig, where="run.toml")).free_bytes
+        return build.measure_device(config_of(text)).free_bytes
 
     assert (free("[learner]\nranks = 2"), free("[learner]\nranks = 1")) == (5e9, 6e9)
     assert asked == ["tool", "torch"], "torch would make a context on that GPU"
     monkeypatch.setattr(build, "find_device", lambda config: ModelDevice(is_gpu=True))
     assert free("[learner]\nranks = 2") == 6e9, "there is no such tool"
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "sees"), [("rollout", ""), ("environment", ""), ("reward", ""), ("engine", "0,1"), ("learner", "0,1")]
+)
+def test_processes_of_rollouts_environments_and_rewards_see_no_gpu(
+    kind: Kind, sees: str, is_warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert seen_by(LocalLauncher(is_warm=is_warm), kind) == sees
+
+
+def test_rewards_that_are_models_ask_for_the_gpus_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    asked = config_of("[resources]\nreward_gpus = 1")
+    check_combinations(asked)
+    launcher = LocalBackend(asked, Places()).launcher
+    assert launcher is not None and LocalBackend(config_of(""), Places()).launcher is None
+    assert [seen_by(launcher, "reward"), seen_by(launcher, "environment")] == ["0,1", ""]
+    with pytest.raises(
+        ConfigError, match=r"rollout.workers = 2, and resources.reward_gpus = 1: .* leave reward_gpus out"
+    ):
+        check_combinations(replace(asked, rollout=replace(asked.rollout, workers=2)))
+
+
+def seen_by(launcher: Launcher, kind: Kind) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a process that is started."""
+    worker = launcher.launch(kind, "support.seen_worker:serve_seen", name="a worker")
+    with worker.connection:
+        found = ask(worker)
+    worker.exit_reason(10)
+    return found.gpus

@@ -106,7 +106,7 @@ def test_the_ways_of_a_local_run_count_and_other_shares_of_a_cluster_are_refused
     with pytest.raises(ConfigError, match=r"leave engine\.vllm\.weights out"):
         check_combinations(run(f"{VLLM}\n[engine.vllm]\nweights = 'file'", "'shared'"))
     more = run("", "'shared'")
-    with pytest.raises(ConfigError, match="other keys than gpus and weights"):
+    with pytest.raises(ConfigError, match="other keys than gpus, reward_gpus and weights"):
         check_combinations(structs.replace(more, resources=structs.replace(more.resources, engine_cpus=2.0)))
 
 

@@ -17,7 +17,7 @@ import ray
 from msgspec import Struct
 
 from millstream.rpc.frames import frame, keep_alive
-from millstream.rpc.process import HOST, NODE
+from millstream.rpc.process import HOST, NO_GPUS, NODE
 from millstream.rpc.serve import end_process, exit_with, write_stacks_on_signal
 from millstream.rpc.worker import serve_target
 
@@ -36,7 +36,9 @@ class RayHello(Struct, frozen=True):
 class RayProcess:
     """A Ray actor. `run` never returns: the process exits when the worker has finished."""
 
-    def run(self, target: str, host: str, port: int, ticket: str, is_on_loopback: bool) -> None:
+    def run(self, target: str, host: str, port: int, is_on_loopback: bool, ticket: str, sees_gpus: bool) -> None:
+        if not sees_gpus:  # Ray leaves all GPUs of the node visible to an actor that has none
+            os.environ.update(NO_GPUS)
         node = ray.get_runtime_context().get_node_id()
         os.environ[NODE] = node
         os.environ[HOST] = "127.0.0.1" if is_on_loopback else ray.util.get_node_ip_address()

@@ -178,7 +178,8 @@ class Cluster:
         try:
             options = self._options(kind, name)
             actor = ray.remote(RayProcess).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options).remote()
-            exited = actor.run.remote(target, self.host, self._listener.port, ticket, self.is_on_loopback).future()
+            address = self.host, self._listener.port, self.is_on_loopback
+            exited = actor.run.remote(target, *address, ticket, gpus > 0).future()
             self._wait([connected, exited], f"{name} ({_words({'CPU': cpus, 'GPU': gpus})}) to start")
             if not connected.done() and exited.done():
                 raise _start_error(name, exited)
@@ -192,7 +193,11 @@ class Cluster:
         return RayWorker(actor, exited, connection, hello)
 
     def _options(self, kind: Kind, name: str) -> dict[str, Any]:
-        """Engines and ranks have a bundle of the placement group; one that was added later takes what is free."""
+        """Engines and ranks have a bundle of the placement group; one that was added later takes what is free. Rollout workers
+        are on as many nodes as there are, where Ray alone would fill one after the other. It spreads only what asks for
+        something: a byte of memory."""
+        if kind == "rollout":
+            return {"scheduling_strategy": "SPREAD", "memory": 1}
         bundle = self._placement.bundle_of(kind, name)
         if self._group is None or bundle is None:
             return {}

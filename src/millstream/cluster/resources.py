@@ -53,7 +53,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     reward_cpus: float = 0.0
     """CPUs of each process that computes rewards."""
     reward_gpus: float = 0.0
-    """GPUs of each process that computes rewards, for rewards that are models."""
+    """GPUs of each process that computes rewards, for rewards that are models; 0: it sees none. Without Ray, above 0: it sees
+    those of the run."""
     colocate: bool = False
     """Whether engine i and rank i share one GPU, on which both shares must fit. Otherwise no two of them share one."""
     spread: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"

@@ -30,6 +30,7 @@ STDERR_S = 1.0  # for the last lines of stderr to arrive after the exit
 NODE = "MILLSTREAM_NODE"  # environment variable of a cluster's worker: the name of its node
 OWN_PATH = "MILLSTREAM_PYTHONPATH"  # the PYTHONPATH of the starter, while an interpreter starts with another one
 HOST = "MILLSTREAM_HOST"  # the same: the address under which other nodes reach it
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # variables of a process that sees none
 
 
 class WorkerProcess(Protocol):
@@ -191,20 +192,26 @@ class LocalLauncher:
     """Starts every worker on this machine."""
 
     def __init__(
-        self, *, is_warm: bool = False, environment_of: Callable[[str], Mapping[str, str]] = lambda name: {}
+        self,
+        *,
+        is_warm: bool = False,
+        environment_of: Callable[[str], Mapping[str, str]] = lambda name: {},
+        rewards_see_gpus: bool = False,
     ) -> None:
         """`is_warm`: fork workers from the warm process (`rpc.forkserver`), where that is possible. Not for CUDA.
-        `environment_of`: by the name of a worker, variables that it gets: the GPUs that it sees, say."""
+        `environment_of`: by the name of a worker, variables that it gets: the GPUs that it sees, say. Rollout workers and
+        environments see none, and rewards only with `rewards_see_gpus`: the GPUs are those of engines and learner."""
         self._is_warm = is_warm
         self._environment_of = environment_of
+        self._without_gpus = ("rollout", "environment") if rewards_see_gpus else ("rollout", "environment", "reward")
 
     def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
         keeps_stderr = kind in ("engine", "learner", "stage")
-        environment = self._environment_of(name)
-        if self._is_warm and not environment:
+        environment = {**(NO_GPUS if kind in self._without_gpus else {}), **self._environment_of(name)}
+        if self._is_warm:
             from millstream.rpc.warm import WARM  # it needs this module
 
-            forked = WARM.fork(target, name, descriptors, keeps_stderr=keeps_stderr)
+            forked = WARM.fork(target, name, descriptors, keeps_stderr=keeps_stderr, environment=environment)
             if forked is not None:
                 return forked
         return LocalWorker(target, name, descriptors, keeps_stderr=keeps_stderr, environment=environment)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -105,9 +105,16 @@ class WarmProcess:
         self._owner = 0  # the process that has started it: a fork of that one is not its owner
 
     def fork(
-        self, target: str, name: str, descriptors: Sequence[int] = (), *, keeps_stderr: bool = False
+        self,
+        target: str,
+        name: str,
+        descriptors: Sequence[int] = (),
+        *,
+        keeps_stderr: bool = False,
+        environment: Mapping[str, str] = {},
     ) -> ForkedWorker | None:
-        """None: it cannot be done this way, for a reason that is logged."""
+        """`environment`: variables that it gets on top of this process's. None: it cannot be done this way, for a reason that
+        is logged."""
         if os.environ.get(SOCKET_VARIABLE) == "off" or not hasattr(os, "pidfd_open"):
             return None
         try:
@@ -118,7 +125,7 @@ class WarmProcess:
         connection, theirs = socket.socketpair()
         with theirs:
             try:
-                return _request(control, connection, theirs, target, name, descriptors, keeps_stderr)
+                return _request(control, connection, theirs, target, name, descriptors, keeps_stderr, environment)
             except (OSError, msgspec.MsgspecError) as error:
                 logger.info("%s is not forked: %s", name, error)
                 control.close()
@@ -204,6 +211,7 @@ def _request(
     name: str,
     descriptors: Sequence[int],
     keeps_stderr: bool,
+    environment: Mapping[str, str],
 ) -> ForkedWorker:
     reading, writing = os.pipe() if keeps_stderr else (-1, os.dup(2))
     request = ForkRequest(
@@ -211,7 +219,7 @@ def _request(
         name=name,
         connection=theirs.fileno(),
         numbers=list(descriptors),
-        environment=dict(os.environ),
+        environment={**os.environ, **environment},
         folder=os.getcwd(),  # noqa: PTH109
         path=import_path(),
         package=own_package(),

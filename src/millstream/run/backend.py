@@ -64,7 +64,7 @@ class Backend(Protocol):
     """Starts the parts of a run. Its `launcher` may be handed out before it is open, and used afterwards."""
 
     launcher: Launcher | None
-    """Starts processes of environments and rewards. None: they are started on this machine."""
+    """Starts processes of environments and rewards. None: they are started on this machine, and see no GPU."""
 
     @property
     def is_lone_engine_replaced(self) -> bool:
@@ -135,9 +135,8 @@ class LoggedLauncher(NamedTuple):
 class LocalBackend:
     """This process, and processes that it starts."""
 
-    launcher: Launcher | None = None
-
     def __init__(self, config: RunConfig, places: Places) -> None:
+        self.launcher: Launcher | None = LocalLauncher(rewards_see_gpus=True) if config.resources.reward_gpus else None
         self._config = config
         self._places = places
         self.learner_device = ""

@@ -265,10 +265,10 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_resources(config: RunConfig) -> None:
     if config.runtime == "local":
-        if structs.replace(config.resources, gpus=None, weights=None) != ResourcesConfig():
+        if structs.replace(config.resources, gpus=None, reward_gpus=0.0, weights=None) != ResourcesConfig():
             raise ConfigError(
-                'a [resources] table with other keys than gpus and weights, and runtime = "local": set runtime = "ray", or '
-                "leave the table out (--set resources=)"
+                'a [resources] table with other keys than gpus, reward_gpus and weights, and runtime = "local": set runtime = '
+                '"ray", or leave the table out (--set resources=)'
             )
         if config.resources.weights is not None:
             _check_one_place_of_weights(config)

@@ -29,6 +29,11 @@ def _refused(config: RunConfig) -> Iterator[str]:
             "the reward is a Python function that was passed to train, which no other process has. Name it in the config "
             f'(function = "file.py:function"). Or: {INSTEAD}'
         )
+    if config.resources.reward_gpus:
+        yield (
+            f"resources.reward_gpus = {config.resources.reward_gpus:g}: workers start the processes of rewards, and see no "
+            f"GPU. Serve the model that rewards, and leave reward_gpus out. Or: {INSTEAD}"
+        )
     names = [one.use for one in config.environment] + [one.function for one in config.reward]
     names += [str(one.args.get(key, "")) for one in config.environment for key in ("function", "score")]  # of agents
     if own := [name for name in names if name.startswith("__main__:")]:

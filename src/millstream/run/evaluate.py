@@ -273,7 +273,7 @@ def evaluate(config: RunConfig, *, reward: PassedRewards | None = None, data: Pa
     here = structs.replace(
         config,
         runtime="local",
-        resources=ResourcesConfig(),
+        resources=ResourcesConfig(reward_gpus=config.resources.reward_gpus),
         engine=_own_engine(config.engine),
         learner=structs.replace(config.learner, lora=_first_adapters(config.learner.lora)),
         checkpoint=CheckpointConfig(),
