@@ -47,6 +47,7 @@ def metrics(folder: Path, reward: Reward, *changes: str) -> list[dict[str, float
     return [{name: row[name] for name in row if name not in TIMED} for row in step_rows(folder / "run")]
 
 
+@pytest.mark.timeout(600)
 def test_with_a_reference_a_critic_and_a_proximal_policy_on_ray_a_run_has_the_metrics_of_a_local_one_whichever_rank_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

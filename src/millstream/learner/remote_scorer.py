@@ -101,7 +101,7 @@ def publish_setup(
     rest = {} if files is None else {name: value for name, value in weights.items() if name not in files.files}
     publisher = open_publisher()
     try:
-        yield ScorerSetup(
+        setup = ScorerSetup(
             place=RankPlace(num_ranks=ranks),
             name=name,
             files=described(own),
@@ -117,6 +117,8 @@ def publish_setup(
             num_steps=num_steps,
             is_fixed=is_fixed,
         )
+        del own, weights, rest  # the context may be open for long
+        yield setup
     finally:
         publisher.close()
 
