@@ -20,8 +20,12 @@ from msgspec.structs import replace
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
 from millstream.config import convert
+from millstream.env.rewards import RewardConfig
+from millstream.env.rewards.pool import REWARD_WORKER, RewardWorkers
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events.sinks import MemorySink
+from millstream.learner.messages import RankPlace
+from millstream.learner.share import own_device
 from millstream.rpc.process import Kind, Launcher, LocalLauncher, engine_names
 from millstream.run import build, build_scorers
 from millstream.run.backend import BackendContext, LocalBackend
@@ -31,6 +35,8 @@ from millstream.run.device import find_device, with_places
 from millstream.run.places import Gpu, Machine, Places, parse_machine, place
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.sizes import ModelDevice, choose_sizes, shape_from
+from millstream.types import Task
+from support.processes import eventually
 from support.seen_worker import ask
 from support.started import Recorder, Started, recorder
 from support.tiny import make
@@ -78,12 +84,15 @@ def numbered(gpus: int) -> list[str]:
     return [str(number) for number in range(gpus)]
 
 
+def context_of(prepared: Prepared, folder: Path) -> BackendContext:
+    return BackendContext(model=prepared.model, tokenizer=None, folder=folder, clock=RealClock(), sink=MemorySink())
+
+
 async def all_started(prepared: Prepared, recorder: Recorder, folder: Path) -> list[Started]:
     """Engines, then ranks; each in the order of their numbers."""
     backend, config = prepared.backend, prepared.config
     assert isinstance(backend, LocalBackend)
-    context = BackendContext(model=prepared.model, tokenizer=None, folder=folder, clock=RealClock(), sink=MemorySink())
-    await backend.open(context)
+    await backend.open(context_of(prepared, folder))
     for name in engine_names(config.engine.num_engines) if config.engine.is_placed else ():
         engine = backend.make_engine(name)
         with suppress(MillstreamError):  # its process has ended
@@ -231,3 +240,65 @@ def seen_by(launcher: Launcher, kind: Kind) -> str | None:
         found = ask(worker)
     worker.exit_reason(10)
     return found.gpus
+
+
+def test_gpus_that_have_names_are_given_by_their_names(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UUIDs, and slices of a GPU, as the driver's own CUDA_VISIBLE_DEVICES has them: a rank sees all of these."""
+    names = ["GPU-8f", "MIG-5c", "GPU-1a", "GPU-3b", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+    text = "[learner]\nranks = 2\n[engine]\nkind = 'vllm'\nreplicas = 1\n[engine.vllm]\ntensor_parallel = 2"
+    prepared = Faked(monkeypatch, names).prepare(text, tmp_path)
+    started = asyncio.run(all_started(prepared, recorder, tmp_path))
+    assert [one.sees for one in started] == ["GPU-1a,GPU-3b", *[",".join(names)] * 2]
+    assert started[0].setup["vllm"]["tensor_parallel"] == 2
+
+
+@pytest.mark.parametrize(("visible", "rank", "own"), [(1, 3, 0), (4, 3, 3), (8, 0, 0)])
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(
+    visible: int, rank: int, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert own_device("cuda", RankPlace(rank=rank, num_ranks=4)) == torch.device("cuda", own)
+    assert own_device("cpu", RankPlace(rank=rank, num_ranks=4)) == torch.device("cpu")
+
+
+def test_a_reference_of_several_processes_has_a_gpu_for_each_which_is_all_that_it_sees(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "[learner]\nranks = 2\n[reference]\nranks = 2\n"
+    prepared = Faked(monkeypatch, numbered(8)).prepare(text, tmp_path)
+    backend = prepared.backend
+
+    async def start() -> None:
+        await backend.open(context_of(prepared, tmp_path))
+        recorder.together = 3  # they do not end until both are here
+        scorers = await asyncio.to_thread(backend.build_scorers, None, lambda make: pytest.fail("there is no critic"))
+        starting = asyncio.create_task(scorers.ready())
+        assert await asyncio.to_thread(eventually, lambda: len(recorder.started) == 2)
+        starting.cancel()
+        recorder.end_all()
+        await scorers.close()
+        await backend.close()
+
+    asyncio.run(start())
+    found = sorted(recorder.started[:2], key=lambda one: one.setup["place"]["rank"])
+    assert [(one.target, one.sees, one.setup["device"], one.is_warm) for one in found] == [
+        ("millstream.learner.scorer_worker:serve_scorer", gpu, "cuda", False) for gpu in ("2", "3")
+    ]
+    assert [(one.setup["place"]["rank"], one.setup["place"]["num_ranks"]) for one in found] == [(0, 2), (1, 2)]
+    assert [gpu.name for gpus in prepared.places.engines for gpu in gpus] == ["4", "5", "6", "7"]
+
+
+def test_a_reward_in_a_process_is_a_program_of_its_own_that_sees_no_gpu(recorder: Recorder) -> None:
+    workers = RewardWorkers(RewardConfig(function="exact_match", process=True, workers=1))
+
+    async def call() -> None:
+        with pytest.raises(MillstreamError):
+            await workers.call(Task(id="0", prompt="", answer=""), "")
+
+    asyncio.run(call())
+    assert {(*one.words, one.sees) for one in recorder.started} == {
+        (sys.executable, "-m", "millstream.rpc.worker", REWARD_WORKER, "")
+    }

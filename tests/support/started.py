@@ -44,6 +44,10 @@ class Recorder:
         """In the place of the warm process, which cannot."""
         self._asked.target = target
 
+    def end_all(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
     def popen(
         self, words: list[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = (), **_: Any
     ) -> EndedProcess:
@@ -60,8 +64,7 @@ class Recorder:
                     setup = msgspec.msgpack.decode(packets[0].body)
                     self.started.append(Started(words[:-1], seen, is_warm, setup))
                 if len(self._open) == self.together:
-                    while self._open:
-                        self._open.pop().close()
+                    self.end_all()
 
         threading.Thread(target=read, daemon=True).start()
         return EndedProcess()

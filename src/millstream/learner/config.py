@@ -98,7 +98,7 @@ class ReferenceConfig(Struct, frozen=True, kw_only=True):
     path: str | None = None
     """A Hugging Face checkpoint with the same tokenizer. None: the model that reinforcement learning starts from."""
     device: str | None = None
-    """cpu, cuda or cuda:1. None: where the model is."""
+    """cpu, cuda or cuda:1. None: where the learner is."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: the dtype of the model."""
     micro_batch_tokens: int = 8192
@@ -120,7 +120,7 @@ class ProximalConfig(Struct, frozen=True, kw_only=True):
     steps. Without the table the learner computes them between its own passes."""
 
     device: str | None = None
-    """cpu, cuda or cuda:1. None: where the model is."""
+    """cpu, cuda or cuda:1. None: where the learner is."""
     micro_batch_tokens: int = 8192
     """Tokens of one forward pass, of each rank."""
     ranks: int = 1
@@ -141,7 +141,7 @@ class CriticConfig(Struct, frozen=True, kw_only=True):
     path: str | None = None
     """A Hugging Face checkpoint to start from. None: the model that reinforcement learning starts from."""
     device: str | None = None
-    """cpu, cuda or cuda:1. None: where the model is."""
+    """cpu, cuda or cuda:1. None: where the learner is."""
     learning_rate: float = 1e-5  # of AdamW
     warmup_steps: int = 0
     """Steps over which the learning rate rises to its value."""
