@@ -158,8 +158,22 @@ def test_with_ray_a_line_says_how_many_processes_scorers_have() -> None:
         "1 process of the proximal policy (1 GPU each), where there is room",
     ]
     place(config, parse_machine("9xH100"))
-    with pytest.raises(ConfigError, match="scorers need 9 GPUs, and there are 8 GPUs"):
-        place(config, parse_machine("8xH100"))
+    for machine, to_type in (
+        ("8xH100", r"or resources\.gpus = 3"),
+        ("4xH100", r"set reference\.ranks or proximal\.ranks lower"),
+    ):
+        with pytest.raises(ConfigError, match=rf"scorers need 9 GPUs, scorers 5 of them, .*{to_type}"):
+            place(config, parse_machine(machine))
+
+
+@pytest.mark.parametrize("share", ["0.5", "0"])
+def test_with_ray_each_of_several_ranks_of_a_scorer_has_a_gpu_of_its_own(share: str) -> None:
+    text = f"runtime = 'ray'\n[resources]\ngpus = 4\nstage_gpus = {share}\n[reference]\n"
+    place(run(f"{text}replicas = 2"), None)
+    with pytest.raises(
+        ConfigError, match=rf"reference\.ranks = 2 with .*stage_gpus = {share}.* Set resources.stage_gpus = 1"
+    ):
+        place(run(f"{text}ranks = 2"), None)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +181,14 @@ def test_with_ray_a_line_says_how_many_processes_scorers_have() -> None:
     [
         (REFERENCE, 1, "1 GPU can be seen; learner.ranks = 1 and reference.ranks = 2 need 3, and an engine 1: set reference.ranks = 1"),
         ("[reference]\nranks = 4", 4, "need 5, and an engine 1: set reference.ranks = 2"),
+        (f"{REFERENCE}\n[learner]\nranks = 2", 2, "need 4, and an engine 1: set reference.ranks = 1, learner.ranks = 1"),
         (f"{REFERENCE}\nreplicas = 4", 6, r"reference.ranks = 2 x replicas = 4 need 9.*set reference.replicas = 2"),
         (f"{REFERENCE}\nreplicas = 2", 3, r"set reference.ranks = 1, reference.replicas = 1"),
         (f"{REFERENCE}\n[engine]\nprocess = false", 2, r"need 3: set reference.ranks = 1"),
+        (
+            "[reference]\ndevice = 'cuda:1'\n[critic]\nranks = 3\n[algorithm]\nname = 'ppo'\n[engine]\nkind = 'outside'", 4,
+            "need 4; 1 more is named by a device: set critic.ranks = 2",
+        ),
     ],
 )  # fmt: skip
 def test_scorers_that_a_machine_has_no_gpus_for_are_refused_with_what_to_type(text: str, gpus: int, says: str) -> None:
@@ -182,7 +201,7 @@ def test_scorers_that_a_machine_has_no_gpus_for_are_refused_with_what_to_type(te
     [
         (f"{REFERENCE}\ndevice = 'cuda:1'", 'device = "cuda:1" with 2 processes.*leave device out'),
         ("[proximal]\nreplicas = 2\ndevice = 'cpu'", "leave device out, or ranks and replicas"),
-        ("[reference]\nranks = 0", "ranks and replicas must be at least 1"),
+        ("[reference]\nranks = 0", "ranks = 0: expected at least 1"),
         ("[critic]\nreplicas = 2", "critic.*replicas"),
     ],
 )
@@ -231,7 +250,7 @@ def test_vllm_takes_what_its_gpu_has_left_for_it() -> None:
     ("text", "gpus", "says"),
     [
         ("[resources]\ngpus = 8", 4, "resources.gpus = 8, and 4 GPUs can be seen: set resources.gpus = 4"),
-        ("[resources]\ngpus = 2", 0, "the run has none"),
+        ("[resources]\ngpus = 2", 0, "the run has no GPU"),
         ("[learner]\nranks = 4", 2, "learner.ranks = 4, and 2 GPUs can be seen: set learner.ranks = 2"),
         ("[learner]\nranks = 2", 2, "set learner.ranks = 1"),
         (f"{VLLM}\n[engine.vllm]\ntensor_parallel = 4", 4, "set engine.vllm.tensor_parallel = 2"),

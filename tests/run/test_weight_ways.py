@@ -65,6 +65,7 @@ def ways(text: str, weights: str, gpus: int) -> tuple[str, ...]:
         ("", "", 8, ("shared",)),
         (VLLM, "", 8, ("shared",)),
         (PROCESS, "", 0, ("shared",)),
+        ("", "'broadcast'", 0, ("broadcast",)),
         (PROCESS, "", 1, ("ipc",)),
         (VLLM, "", 1, ("shared",)),
         ("", "'nccl', 'shared'", 8, ("nccl", "shared")),

@@ -205,14 +205,16 @@ def own_schedule(config: LearnerConfig) -> OwnSchedule | None:
 
 
 def _check_processes(table: StageConfig) -> None:
-    if table.ranks < 1 or replicas_of(table) < 1:
-        raise ValueError("ranks and replicas must be at least 1")
+    if table.ranks < 1:
+        raise ValueError(f"ranks = {table.ranks}: expected at least 1")
+    if replicas_of(table) < 1:
+        raise ValueError(f"replicas = {replicas_of(table)}: expected at least 1")
     if num_processes(table) > MAX_RANKS:
         raise ValueError(f"ranks x replicas = {num_processes(table):,}: expected at most {MAX_RANKS:,}")
     if num_processes(table) > 1 and table.device is not None:
         raise ValueError(
             f'device = "{table.device}" with {num_processes(table)} processes, which have GPUs of their own: leave device '
-            "out, or ranks and replicas"
+            f"out, or {'ranks' if isinstance(table, CriticConfig) else 'ranks and replicas'}"
         )
 
 

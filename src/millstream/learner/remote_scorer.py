@@ -46,7 +46,7 @@ from millstream.learner.messages import (
     rows_message,
 )
 from millstream.learner.optimizer import StepResult
-from millstream.learner.packing import deal_passes, deal_shares, numbers_by_row
+from millstream.learner.packing import deal, deal_shares, numbers_by_row
 from millstream.learner.processes import LOOPBACK, GroupSnapshot, RankProcesses
 from millstream.learner.scorer import spread
 from millstream.learner.tally import StepTally, total_tally
@@ -187,8 +187,8 @@ class ScorerProcesses:
             self._is_store_open = True
 
     def deal(self, rows: Sequence[TrainRow]) -> list[list[list[TrainRow]]]:
-        """By rank, by pass."""
-        return deal_passes(rows, len(self.group.members), max_tokens=self._pass_tokens)
+        """By rank, by pass. Of a single process, a call is one pass already."""
+        return deal(rows, len(self.group.members), max_tokens=self._pass_tokens)
 
     def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         dealt = self.deal(rows)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from millstream.learner.check import check_learner
@@ -32,7 +33,12 @@ class ScorerRank:
     def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         if self._is_sharded and not any(row.loss_mask.any() for row in rows):
             self._score_pass([EMPTY_ROW])
-        return [scores for some in self._passes.run(rows, self._score_pass) for scores in some]
+        found = [scores for some in self._passes.run(rows, self._score_pass) for scores in some]
+        if isinstance(self._policy, FSDPModule) and hasattr(
+            self._policy, "reset_iter_state"
+        ):  # not in each version of torch
+            self._policy.reset_iter_state()  # its list of passes grows until a backward pass, and there is none
+        return found
 
     @torch.no_grad()
     def _score_pass(self, rows: Sequence[TrainRow]) -> list[Floats]:

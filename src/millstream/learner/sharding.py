@@ -115,7 +115,9 @@ def load_shards(
             if name in own:
                 buffer.copy_(read(name, EVERYTHING))
     except KeyError as error:
-        raise LearnerError(f"the weights have no {error}: set {table}.ranks = 1") from error
+        raise LearnerError(
+            f"the weights have no {error}: set {table}.ranks = 1; or, if the model's files were replaced, put them back"
+        ) from error
 
 
 def sharded_scorer(

@@ -112,7 +112,7 @@ def open_less(parts: Parts, algorithm: Algorithm, config: PipelineConfig, *, are
     for task, reader in readers.items():
         if reads_store(reader):
             store.open_only(task, SMALL_COLUMNS)
-    if reads_store(parts.proximal):
+    if reads_store(parts.proximal) and reads_store(parts.learner):  # otherwise the scores are joined to rows here
         store.open_only(LEARN, (*SMALL_COLUMNS, PROXIMAL_VERSION))
     is_scaled = algorithm.over_batch is not None
     if reads_store(parts.learner) and not are_kept and not (is_scaled and algorithm.credit is not None):

@@ -33,7 +33,7 @@ from millstream.pipeline.grouping import row_order
 from millstream.pipeline.schema import SharedColumns, Stage, num_tokens_of, rows_to_score
 from millstream.store import ONE_GROUP, Lease, Want
 from millstream.store.base import Columns
-from millstream.types import Floats, TrainRow
+from millstream.types import Floats, StoredRow, TrainRow
 
 
 async def run_stage(stage: Stage, context: RunContext, *, is_in_lockstep: bool) -> None:
@@ -131,7 +131,7 @@ async def scores_of(rows: Sequence[TrainRow], stage: Stage, context: RunContext)
 
 
 async def _score_batch(rows: Sequence[TrainRow], stage: Stage) -> ScoredBatch:
-    if not stage.reads_store:
+    if not stage.reads_store or not isinstance(rows[0], StoredRow):
         return ScoredBatch(await stage.scorer.score(rows), [])
     assert isinstance(stage.scorer, StoreScorer)
     return ScoredBatch([], await stage.scorer.score_stored(rows, stage.name))

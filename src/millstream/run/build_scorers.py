@@ -274,7 +274,9 @@ def _setup(
             **more,
         )
     )
-    if processes.are_here:
+    if (
+        processes.are_here and getattr(table, "path", None) is None
+    ):  # the learner may train the model that it begins with
         published.enter_context(setup())
     return setup
 

@@ -145,8 +145,9 @@ def check_combinations(config: RunConfig) -> None:
 
 def _raise(errors: Sequence[MillstreamError]) -> None:
     if errors:
-        for other in errors[1:]:
-            errors[0].add_note(f"And: {other}")
+        for other in dict.fromkeys(map(str, errors[1:])):  # two checks may find the same
+            if other != str(errors[0]):
+                errors[0].add_note(f"And: {other}")
         raise errors[0]
 
 

@@ -128,7 +128,7 @@ def place(config: RunConfig, machine: Machine | None) -> tuple[RunConfig, Places
         return placed, Places()
     if machine is None or config.model.device == "cpu" or not machine.gpus:
         if config.resources.gpus and machine is not None:
-            raise ConfigError(f"resources.gpus = {config.resources.gpus}, and the run has none: leave it out")
+            raise ConfigError(f"resources.gpus = {config.resources.gpus}, and the run has no GPU: leave it out")
         return structs.replace(config, engine=_with(config.engine, config.engine.num_replicas, SHARED_MEMORY)), Places()
     return _on_machine(config, _limited(config.resources, machine.gpus))
 
@@ -154,10 +154,10 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
         )
     stages, scored = stage_processes(config), _scorer_gpus(config)
     has_engine = engine.is_placed and engine.process is not False
-    if stages:
-        _check_stages(config, len(stages), len(gpus), engine.gpus_each if has_engine else 0)
     learner, rest = gpus[:ranks], tuple(gpu for at, gpu in enumerate(gpus) if at >= ranks and at not in scored)
-    places = Places(ranks=learner, stages=tuple(zip(stages, rest, strict=False)))
+    if stages:
+        _check_stages(config, len(stages), len(gpus), len(rest), engine.gpus_each if has_engine else 0)
+    places = Places(ranks=learner, stages=tuple(zip(stages, rest[: len(stages)], strict=True)))
     rest = rest[len(stages) :]
     if not engine.is_placed:
         placed = (
@@ -178,7 +178,7 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
         fewer = f"learner.ranks = {len(gpus) - each}" if is_room else f"engine.vllm.tensor_parallel = {parallel}"
         raise ConfigError(
             f"{_count(len(gpus), 'GPU')} can be seen, learner.ranks = {ranks} of them train, and an engine needs {each}: set "
-            f"{fewer}, or use fewer GPUs of the machine for the learner"
+            f"{fewer}, or use fewer GPUs of the machine for the learner and scorers"
         )
     groups = tuple(rest[at : at + each] for at in range(0, len(rest) - each + 1, each))
     num = len(groups) if engine.replicas == "auto" else engine.replicas
@@ -201,11 +201,12 @@ def local_ways(config: RunConfig, places: Places, *, is_gpu: bool) -> tuple[Tran
         raise ConfigError(
             f'resources.weights has "{needing[0]}", which is for GPUs, and the run has none: use "shared"'
         )
-    if not places.engines and engine.kind != "vllm" and not (engine.kind == "torch" and engine.process):
-        to_type = "set engine.process = true" if engine.kind == "torch" else "leave it out"
+    is_process = engine.process or (engine.process is None and not is_gpu)  # see `build.has_process`
+    if not places.engines and engine.kind != "vllm" and not (engine.kind == "torch" and is_process):
+        other = "the engine is a thread of the run: set engine.process = true, or leave it out"
         raise ConfigError(
-            "resources.weights says how weights reach engines that are processes, and here they may be threads of the run or "
-            f"none of its own: {to_type}"
+            "resources.weights says how weights reach engines that are processes, and here "
+            + (other if engine.kind == "torch" else "the run starts no engine: leave it out")
         )
     if "ipc" in asked and not is_one_gpu:
         raise ConfigError(
@@ -247,13 +248,14 @@ def stage_processes(config: RunConfig) -> list[str]:
     ]
 
 
-def _check_stages(config: RunConfig, num: int, gpus: int, engine: int) -> None:
-    """`num`: processes of scorers; `engine`: GPUs of one engine that must be left."""
+def _check_stages(config: RunConfig, num: int, gpus: int, free: int, engine: int) -> None:
+    """`num`: processes of scorers; `free`: GPUs that neither the learner nor a `device` has; `engine`: GPUs of one engine that
+    must be left."""
     ranks = config.learner.ranks
-    if ranks + num + engine <= gpus:
+    if num + engine <= free:
         return
     name, table = max(_tables(config).items(), key=lambda one: num_processes(one[1]))
-    room = gpus - ranks - engine - (num - num_processes(table))
+    room, named = free - engine - (num - num_processes(table)), gpus - ranks - free
     asked = " and ".join(
         f"{name}.ranks = {table.ranks}" + (f" x replicas = {replicas_of(table)}" if replicas_of(table) > 1 else "")
         for name, table in _tables(config).items()
@@ -263,9 +265,12 @@ def _check_stages(config: RunConfig, num: int, gpus: int, engine: int) -> None:
         to_type = f"{name}.replicas = {room // table.ranks}"
     else:
         to_type = f"{name}.ranks = {max(1, room)}" + (f", {name}.replicas = 1" if replicas_of(table) > 1 else "")
+    if engine and ranks + engine > gpus > engine:
+        to_type += f", learner.ranks = {gpus - engine}"
     raise ConfigError(
         f"{_count(gpus, 'GPU')} can be seen; learner.ranks = {ranks} and {asked} need {ranks + num}"
         + (f", and an engine {engine}" if engine else "")
+        + (f"; {named} more {'are' if named > 1 else 'is'} named by a device" if named else "")
         + f": set {to_type}"
     )
 
@@ -291,8 +296,9 @@ def _check_shared(
             f"engine.vllm.memory = {_floored(ALONE_MEMORY / on_one):g}" if engine.kind == "vllm" else "engine.cache_gb"
         )
         raise ConfigError(
-            f"engine.replicas = {num}, and there are GPUs for {groups} ({engine.gpus_each} each, after the learner's): set "
-            f"engine.replicas = {groups}, or let {on_one} share a GPU by limiting the memory of each: {limit}"
+            f"engine.replicas = {num}, and there are GPUs for {groups} ({engine.gpus_each} each, after the learner's "
+            f"and those of scorers): set engine.replicas = {groups}, or let {on_one} share a GPU by limiting the memory of "
+            f"each: {limit}"
         )
 
 
@@ -320,6 +326,7 @@ def _on_ray(config: RunConfig) -> RunConfig:
             learner_gpus=resources.learner_gpus or default[1],
         )
     _check_engine_gpus(engine, resources)
+    _check_stage_gpus(config, resources)
     num = engine.num_replicas
     if engine.is_placed and engine.replicas == "auto":
         num = _num_engines(resources, ranks)
@@ -349,10 +356,20 @@ def _check_engine_gpus(engine: EngineConfig, resources: ResourcesConfig) -> None
             f"engine.vllm.tensor_parallel = {each}, and resources.engine_gpus = {asked:g}: an engine has as many GPUs as its "
             f"model is split over. Set resources.engine_gpus = {each}"
         )
-    if resources.stage_gpus > 1:
+
+
+def _check_stage_gpus(config: RunConfig, resources: ResourcesConfig) -> None:
+    asked = resources.stage_gpus
+    if asked > 1:
         raise ConfigError(
-            f"resources.stage_gpus = {resources.stage_gpus:g}: a reference, a critic or a proximal policy computes on one GPU. "
+            f"resources.stage_gpus = {asked:g}: a reference, a critic or a proximal policy computes on one GPU. "
             "Set resources.stage_gpus = 1, and ranks in its table to shard it over several"
+        )
+    sharded = [f"{name}.ranks = {table.ranks}" for name, table in _tables(config).items() if table.ranks > 1]
+    if sharded and (0 < asked < 1 or (not asked and resources.learner_gpus)):
+        raise ConfigError(
+            f"{' and '.join(sharded)} with resources.stage_gpus = {asked:g}: each of several ranks needs a GPU of its own. Set "
+            "resources.stage_gpus = 1"
         )
 
 
@@ -377,14 +394,19 @@ def _check_divided(resources: ResourcesConfig, num: int, ranks: int) -> None:
 def _check_room(config: RunConfig, machine: Machine) -> None:
     """Bundles are on one node each: the largest first, each on the first node with room."""
     shares = [bundle["GPU"] for bundle in placed_bundles(config).bundles if "GPU" in bundle]
-    shares += [config.resources.stage_gpus] * sum(stage_numbers(config).values())
+    scorers = [config.resources.stage_gpus] * sum(stage_numbers(config).values())
+    shares += scorers
     asked, nodes = sum(shares), [float(len(node)) for node in machine.nodes]
     there = f"{_count(len(machine.gpus), 'GPU')} on {_count(len(nodes), 'node')}"
     other = "" if machine.is_described else ". To check a config for another machine: --dry-run --machine 8xH100"
     if asked > sum(nodes):
+        left = math.floor(len(machine.gpus) - sum(scorers))
+        to_type = f"engine.replicas or learner.ranks lower, or resources.gpus = {left}"
+        if left < 1:
+            to_type = " or ".join(f"{name}.ranks" for name in _tables(config)) + " lower"
+        theirs = f", scorers {sum(scorers):g} of them" if any(scorers) else ""
         raise ConfigError(
-            f"engines, ranks and scorers need {asked:g} GPUs, and there are {there}: set engine.replicas or learner.ranks "
-            f"lower, or resources.gpus = {len(machine.gpus)}{other}"
+            f"engines, ranks and scorers need {asked:g} GPUs{theirs}, and there are {there}: set {to_type}{other}"
         )
     for share in sorted(filter(None, shares), reverse=True):
         found = next((at for at, free in enumerate(nodes) if free >= share - 1e-6), None)
