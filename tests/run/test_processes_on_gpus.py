@@ -299,6 +299,7 @@ def test_a_reward_in_a_process_is_a_program_of_its_own_that_sees_no_gpu(recorder
             await workers.call(Task(id="0", prompt="", answer=""), "")
 
     asyncio.run(call())
+    assert eventually(lambda: bool(recorder.started))
     assert {(*one.words, one.sees) for one in recorder.started} == {
         (sys.executable, "-m", "millstream.rpc.worker", REWARD_WORKER, "")
     }

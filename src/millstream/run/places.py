@@ -402,12 +402,12 @@ def _check_room(config: RunConfig, machine: Machine) -> None:
     if asked > sum(nodes):
         left = math.floor(len(machine.gpus) - sum(scorers))
         to_type = f"engine.replicas or learner.ranks lower, or resources.gpus = {left}"
-        if left < 1:
+        if left < 1 and any(scorers):
             to_type = " or ".join(f"{name}.ranks" for name in _tables(config)) + " lower"
-        theirs = f", scorers {sum(scorers):g} of them" if any(scorers) else ""
-        raise ConfigError(
-            f"engines, ranks and scorers need {asked:g} GPUs{theirs}, and there are {there}: set {to_type}{other}"
-        )
+        need = f"engines, ranks and scorers need {asked:g} GPUs, scorers {sum(scorers):g} of them"
+        if not any(scorers):
+            need = f"engines and ranks need {asked:g} GPUs"
+        raise ConfigError(f"{need}, and there are {there}: set {to_type}{other}")
     for share in sorted(filter(None, shares), reverse=True):
         found = next((at for at, free in enumerate(nodes) if free >= share - 1e-6), None)
         if found is None:
