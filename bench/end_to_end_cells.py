@@ -310,7 +310,7 @@ def run_cell(
 
 
 def measured(events: Sequence[Event], warm_steps: int, num_steps: int | None = None) -> dict[str, Any]:
-    """The figures of a `Result` that its events say, of so many steps after the warm-up. None: of all."""
+    """The figures of a `Result` from a run's events, of the first `num_steps` after the warm-up. None: of all."""
     steps = [event for event in events if isinstance(event, Stepped)]
     steps = steps if num_steps is None else steps[: warm_steps + num_steps]
     if len(steps) <= warm_steps:

@@ -186,7 +186,7 @@ def ended_by_sigterm() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--limit-s", 540.0, smoke=30.0, help="of this call")
-    parser.add("--folder", Path("runs/one-gpu"), help="of results; a later call goes on there")
+    parser.add("--folder", Path("runs/one-gpu"), help="of results; a later call continues there")
     parser.add("--work", Path("runs/one-gpu-work"), help="models, logs")
     parser.add("--only", "", help="letters of parts, or names, by comma")
     parser.add("--quality-seconds", 300.0, help="of training, for each run of time to quality")

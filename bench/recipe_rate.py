@@ -1,4 +1,4 @@
-"""How fast a recipe trains on this machine: rollouts/s, tokens/s generated and trained, of so many steps after the warm-up.
+"""How fast a recipe trains on this machine: rollouts/s, tokens/s generated and trained, over `--steps` steps after the warm-up.
 
 .venv/bin/python bench/recipe_rate.py [RECIPE] [--set model.path=FOLDER ...] [--steps 6] [--limit 200] [--json] [--smoke]
 .venv/bin/python bench/recipe_rate.py gsm8k --set model.path=FOLDER --set data.name= --set data.subset= --set data.path=FILE

@@ -198,7 +198,7 @@ def call_trl(python: Path, folder: Path, limit_s: float) -> dict[str, Any]:
 
 
 def fastest(settings: TimedSettings, config: RunConfig, folder: Path, *, python: Path, limit_s: float) -> list[Trial]:
-    """The settings that were tried for this recipe, within so many seconds."""
+    """The settings that were tried for this recipe, within `limit_s`."""
     folder.mkdir(exist_ok=True)
     config, _ = split_by_prompt(base_config(config), folder)
     config = structs.replace(config, pipeline=structs.replace(config.pipeline, steps=TRIAL_STEPS))

@@ -27,7 +27,7 @@ def search(
     first: Settings, changes: Sequence[Settings], step_s_of: Callable[[Settings, float], float], limit_s: float
 ) -> list[Trial]:
     """The trials that there was time for; none begins that would not end if it lasts as long as the longest before it.
-    `step_s_of`: seconds a step with these settings, tried for so many seconds at most; infinite where it failed."""
+    `step_s_of`: seconds a step with these settings, within a limit in seconds; infinite where it failed."""
     ends_at, tried, longest_s = time.monotonic() + limit_s, list[Trial](), 0.0
     for change in ({}, *changes):
         settings = {**(best(tried).settings if tried else first), **change}

@@ -26,8 +26,8 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused
 
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """The time of every step, the weights of some, and the end when the time is up. Weights are written every so many steps, or
-    of the first step after every so many seconds; then what the first step takes longer than the next with a generation,
+    """The time of every step, the weights of some, and the end when the time is up. Weights are written at a
+    fixed interval of steps, or of seconds; then what the first step takes longer than the next with a generation,
     such as compilation, is not counted as time."""
 
     def __init__(self, model: Any, reward: Reward, job: dict[str, Any]) -> None:

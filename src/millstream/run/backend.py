@@ -301,9 +301,8 @@ class LocalEngines:
             self._servers.close()
         if self._weights is not None:
             self._weights.close()
-        shutil.rmtree(
-            self._context.folder / "weights", ignore_errors=True
-        )  # also of a process of the run that was killed
+        # also what a process of the run that was killed has left
+        shutil.rmtree(self._context.folder / "weights", ignore_errors=True)
 
 
 def backend_for(config: RunConfig, places: Places) -> Backend:
