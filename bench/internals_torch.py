@@ -47,7 +47,7 @@ from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig, RunLearner, messages, processes
 from millstream.learner.check import check_learner, packed_rows
-from millstream.learner.fsdp import ClusterRanks, FsdpLearner
+from millstream.learner.fsdp import FsdpLearner, PublishingRanks
 from millstream.learner.messages import ObjectiveSource, RankMessage, RankSetup, StoreAccess
 from millstream.learner.optimizer import AdamSettings
 from millstream.learner.packing import Packer
@@ -98,6 +98,7 @@ from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.broadcast import why_no_nccl
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
+from millstream.weights.transfer.remote_weights import RemoteWeights
 
 
 def engine_of(config: EngineConfig, model: Any) -> Engine:
@@ -125,8 +126,8 @@ def ranks_of(model: Any, ranks: int, *, is_cluster: bool = False, **options: Any
     source = ObjectiveSource(
         function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(Recipe(algorithm=None))
     )
-    cluster = _cluster(model) if is_cluster else None
-    return FsdpLearner(model, LearnerConfig(ranks=ranks), source, cluster=cluster, **options)
+    publishing = _publishing(model) if is_cluster else None
+    return FsdpLearner(model, LearnerConfig(ranks=ranks), source, publishing=publishing, **options)
 
 
 def store_access(plan: Any) -> StoreAccess:
@@ -143,7 +144,7 @@ def tally_of(units: float) -> StepTally:
     return StepTally(units=units)
 
 
-def _cluster(model: Any) -> ClusterRanks:
+def _publishing(model: Any) -> PublishingRanks:
     delivery = Delivery(ways=("shared",))
 
     def publish(weights: Any) -> WeightsRef:
@@ -151,7 +152,7 @@ def _cluster(model: Any) -> ClusterRanks:
         atexit.register(publisher.close)
         return publisher.put(0, weights.items())
 
-    return ClusterRanks(
+    return PublishingRanks(
         launcher=LocalLauncher(is_warm=True),
         host="127.0.0.1",
         node="",

@@ -6,7 +6,7 @@ alone. All modes see the same tasks in the same order; no group is replaced, so 
 rollouts. `run` adds a line to FILE for each cell that is not in it: it can be stopped, and continued on another day.
 
     .venv/bin/python bench/time_to_quality.py run FILE [--modes barrier,0,2,4] [--seeds 0-2] [--seconds 300] [--runs FOLDER]
-        [--set model.path=FOLDER ...] [--minutes 9] [--trl-python PYTHON] [--trl-seconds 600]
+        [--set model.path=FOLDER ...] [--minutes 9] [--together 5] [--trl-python PYTHON] [--trl-seconds 600]
         [--trl-set vllm_gpu_memory_utilization=0.4 ...] [--trl-search-s 300]
     .venv/bin/python bench/time_to_quality.py report FILE [--target 0.5] [--json] [--docs docs]
     .venv/bin/python bench/time_to_quality.py --smoke [--json]
@@ -18,10 +18,12 @@ import argparse
 import json
 import math
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,27 @@ def run(
     say("every cell is done")
 
 
+def run_together(file: Path, settings: TimedSettings, cells: Sequence[TimedCell], num: int) -> None:
+    """So many at a time, each in a process of its own that writes its words to a file of its own. They share the GPU: their
+    seconds are those of a part of it. A cell that fails is left out, and its last words are shown."""
+
+    def run_one(cell: TimedCell) -> None:
+        own = [f"--modes={cell.mode}", f"--seeds={cell.seed}", f"--recipe={settings.recipe}"]
+        own += [f"--seconds={settings.seconds}", f"--points={settings.points}"]
+        own += [f"--trl-seconds={settings.trl_seconds}"] if settings.trl_seconds is not None else []
+        own += [f"--set={change}" for change in settings.changes]
+        log = file.with_suffix(f".{cell.mode}-{cell.seed}.log")
+        with log.open("w") as words:
+            status = subprocess.run(
+                [sys.executable, __file__, "run", str(file), *own], stdout=words, stderr=words
+            ).returncode
+        say(f"{cell}: {'done' if status == 0 else log.read_text()[-2000:]}")
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(num) as lanes:
+        list(lanes.map(run_one, cells))
+
+
 def expected_s(settings: TimedSettings, cell: TimedCell) -> float:
     if cell.mode == TRL:
         return seconds_of_trl(settings) + OTHER_S_OF_TRL
@@ -139,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     running.add_argument("--points", type=int, default=20, help="of a curve")
     running.add_argument("--set", action="append", default=[], dest="changes", metavar="a.b=c")
     running.add_argument("--minutes", type=float, default=600.0)
+    running.add_argument("--together", type=int, default=1, help="so many cells at the same time, which share the GPU")
     running.add_argument("--runs", type=Path, help="keep Millstream's run folders here")
     running.add_argument(
         "--trl-seconds",
@@ -170,10 +194,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 is_split_by_prompt=True,
             )
             cells = missing(options.file, settings, options.modes.split(","), options.seeds)
+            if options.together > 1 and any(cell.mode == TRL for cell in cells):
+                parser.error("--together with TRL, which has the GPU to itself: call it for --modes trl alone")
             if options.trl_search_s and any(cell.mode == TRL for cell in cells):
                 options.trl_set = [*fastest_of_trl(options, settings), *options.trl_set]
             trl: dict[str, Any] = {"trl_python": options.trl_python, "trl_changes": options.trl_set}
-            run(options.file, settings, cells, minutes=options.minutes, runs=options.runs, **trl)
+            if options.together > 1:
+                run_together(options.file, settings, cells, options.together)
+            else:
+                run(options.file, settings, cells, minutes=options.minutes, runs=options.runs, **trl)
         case "report" if options.json:
             publish(json_rows(read_results(options.file), options.target), options)
         case "report":

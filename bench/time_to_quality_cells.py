@@ -7,11 +7,12 @@ over, all with the same random numbers.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from msgspec import Struct, structs
 from curves import Point
 from held_out import HeldOut, measure_versions
 from internals import WeightSync, audit, must_be_clean
-from internals_torch import Checkpoints, device_name
+from internals_torch import Checkpoints, RemoteWeights, device_name
 from millstream import EvaluationConfig, RunConfig, train
 from millstream.errors import Stopped
 from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, Stepped
@@ -117,7 +118,7 @@ class Watch:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._ended: list[int] = []
-        self._is_over = False
+        self.is_over = False
         self.began = math.inf
         self.steps: dict[int, Stepped] = {}
         self.lags: list[int] = []
@@ -141,17 +142,16 @@ class Watch:
                 self.num_generated += len(self._ended)
                 self.num_tokens += sum(self._ended)
                 self._ended.clear()
-                if event.at - self.began >= self._limit_s and not self._is_over:
-                    self._is_over = True
+                if event.at - self.began >= self._limit_s and not self.is_over:
+                    self.is_over = True
                     signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager
-def keeping_weights(every_s: float) -> Iterator[dict[int, Weights]]:
-    """Runs within this keep, by version, the first weights that they publish after every so many seconds, and the last ones:
-    the copies that engines load. They write no checkpoint: the first would be written beside the first steps."""
+def keeping_weights(every_s: float, is_over: Callable[[], bool]) -> Iterator[dict[int, Weights]]:
+    """Runs within this keep, by version, the first weights that they publish after every so many seconds, and the last ones.
+    They write no checkpoint: the first would be written beside the first steps."""
     kept: dict[int, Weights] = {}
-    last: dict[int, Weights] = {}
     publish = WeightSync.publish
     due: list[float] = []
 
@@ -159,17 +159,23 @@ def keeping_weights(every_s: float) -> Iterator[dict[int, Weights]]:
         now = time.monotonic()
         if not due:
             due.append(now + every_s)  # the first step ends one after the start
-        if now >= due[0]:
-            kept[version] = weights
-            due[0] += every_s * math.ceil((now - due[0]) / every_s + 1e-9)
-        last.clear()
-        last[version] = weights
+        if now >= due[0] or is_over():
+            kept[version] = await asyncio.to_thread(own_copy, weights)
+            due[0] += every_s * max(0, math.ceil((now - due[0]) / every_s + 1e-9))
         await publish(self, version, weights, began)
 
     no_checkpoint = patch.object(Checkpoints, "is_due", lambda *_, **__: False)
     with patch.object(WeightSync, "publish", publish_and_keep), no_checkpoint:
         yield kept
-    kept |= last
+
+
+def own_copy(weights: Weights) -> Weights:
+    """Of what a process of the run has staged, which ends with it; a thread of the run gives copies."""
+    if not isinstance(weights, RemoteWeights):
+        return weights
+    copied = {name: weights[name].clone() for name in weights}
+    weights.release()
+    return copied
 
 
 def run_cell(settings: TimedSettings, config: RunConfig, cell: TimedCell, folder: Path) -> TimedResult:
@@ -178,7 +184,7 @@ def run_cell(settings: TimedSettings, config: RunConfig, cell: TimedCell, folder
     config, held_out = split_by_prompt(base_config(config), folder)
     config = in_mode(config, cell.mode)
     watch = Watch(settings.seconds)
-    with keeping_weights(settings.seconds / settings.points) as kept, suppress(Stopped):
+    with keeping_weights(settings.seconds / settings.points, lambda: watch.is_over) as kept, suppress(Stopped):
         train(structs.replace(config, run_dir=str(run_dir)), sinks=[watch])
     trained_s = time.monotonic()
     must_be_clean(audit(run_dir))

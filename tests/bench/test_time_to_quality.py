@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 import run_parts
@@ -23,10 +26,23 @@ from millstream.env.resolve import find_environment, make_tasks
 from millstream.events import RolloutEnded, Span, Stepped
 from millstream.events.sinks import MemorySink
 from millstream.types import Task
+from millstream.weights.transfer import Delivery
+from millstream.weights.transfer.fetcher import WeightsFetcher
+from millstream.weights.transfer.publisher import open_publisher
+from millstream.weights.transfer.remote_weights import RemoteWeights
 from modes import BARRIER, in_mode
 from task_survey import small, steps_of_sum
-from time_to_quality import SMOKE, config_of, missing, run, seeds_of
-from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, add_result, base_config, read_results, run_cell
+from time_to_quality import SMOKE, config_of, missing, run, run_together, seeds_of
+from time_to_quality_cells import (
+    TimedCell,
+    TimedResult,
+    TimedSettings,
+    add_result,
+    base_config,
+    own_copy,
+    read_results,
+    run_cell,
+)
 from time_to_quality_data import split_by_prompt
 from time_to_quality_report import difference, in_words, json_rows, table
 from time_to_quality_trl import in_time, job_of, seconds_of_trl
@@ -176,6 +192,41 @@ def test_cells_that_are_in_the_file_are_not_measured_again(tmp_path: Path) -> No
 
 
 # ---- the report ----------------------------------------------------------------------------------------------------------
+
+
+def test_cells_that_run_together_are_processes_with_the_settings_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each process would run this same command line; here, in this process, it only says what is missing."""
+    file, seen = tmp_path / "cells.jsonl", list[tuple[TimedCell, TimedSettings]]()
+
+    def run_here(words: Sequence[str], **_: Any) -> SimpleNamespace:
+        time_to_quality.main(words[2:])
+        return SimpleNamespace(returncode=0)
+
+    def record(file: Path, settings: TimedSettings, cells: Sequence[TimedCell], **_: Any) -> None:
+        seen.extend((cell, settings) for cell in cells)
+
+    monkeypatch.setattr(time_to_quality.subprocess, "run", run_here)
+    monkeypatch.setattr(time_to_quality, "run", record)
+    settings = replace(SETTINGS, trl_seconds=7.0, is_split_by_prompt=True)
+    cells = missing(file, settings, (BARRIER, "2"), [0, 1])
+    run_together(file, settings, cells, 3)
+    assert sorted(seen) == sorted((cell, settings) for cell in cells)
+    assert capsys.readouterr().err.count("done") == 4
+    with pytest.raises(SystemExit):
+        time_to_quality.main(["run", str(file), "--modes", "trl", "--together", "2"])
+
+
+def test_weights_that_a_process_has_staged_are_kept_as_copies(tmp_path: Path) -> None:
+    with closing(open_publisher(Delivery(ways=("shared",)), folder=tmp_path)) as publisher:
+        staged = RemoteWeights(publisher.put(1, {"a": torch.ones(3)}.items()), WeightsFetcher(""))
+        kept = own_copy(staged)
+        assert not staged.is_fetched, "its memory may be used again"
+        for version in (2, 3, 4, 5, 6):
+            publisher.put(version, {"a": torch.zeros(3)}.items())
+        assert kept["a"].tolist() == [1, 1, 1]
+    assert own_copy(given := {"a": torch.ones(1)}) is given
 
 
 def test_seconds_to_an_accuracy_are_read_between_two_points() -> None:

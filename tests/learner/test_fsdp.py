@@ -36,7 +36,7 @@ from millstream.events import Resumed, Span
 from millstream.events.rollouts.reader import RolloutDump
 from millstream.events.sinks import read_events
 from millstream.learner import Learner, LearnerConfig, RunLearner
-from millstream.learner.fsdp import ClusterRanks, FsdpLearner
+from millstream.learner.fsdp import FsdpLearner, PublishingRanks
 from millstream.learner.messages import ObjectiveSource, RankPlace, TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
 from millstream.learner.packing import deal
 from millstream.learner.scorer import TorchScorer
@@ -238,7 +238,7 @@ def test_ranks_of_a_cluster_read_their_slices_from_files_and_publish_what_they_t
             publisher = publishers.enter_context(closing(open_publisher(Delivery(ways=("shared",)))))
             return publisher.put(1, weights.items())
 
-        cluster = ClusterRanks(
+        publishing = PublishingRanks(
             launcher=LocalLauncher(is_warm=True),
             host="127.0.0.1",
             node="",
@@ -250,7 +250,7 @@ def test_ranks_of_a_cluster_read_their_slices_from_files_and_publish_what_they_t
         source = ObjectiveSource(
             function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(CASE.recipe())
         )
-        learner = FsdpLearner(model, own, source, temperature=CASE.temperature, num_steps=STEPS, cluster=cluster)
+        learner = FsdpLearner(model, own, source, temperature=CASE.temperature, num_steps=STEPS, publishing=publishing)
         try:
             await train(learner, CASE, range(STEPS))
             return {name: value.clone() for name, value in (await learner.weights()).items()}

@@ -150,6 +150,19 @@ def test_a_driver_that_computes_nothing_has_its_model_in_the_host_s_memory_and_r
     assert found == [(number, ranks, "bfloat16") for number in range(ranks)]
 
 
+def test_on_one_gpu_engine_and_learner_are_processes_that_pass_weights_through_its_memory_if_the_config_says_so(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = Faked(monkeypatch, ["0"]).prepare("[engine]\nprocess = true", tmp_path)
+    started = asyncio.run(all_started(prepared, recorder, tmp_path))
+    assert [one.target for one in started] == [ENGINE, RANK]
+    assert [one.sees for one in started] == [None, None] and [device_of(one) for one in started] == ["cuda", "cuda"]
+    assert not any(one.is_warm for one in started), "a process that uses CUDA is never forked"
+    assert started[1].setup["delivery"]["ways"] == ["ipc"] and started[1].setup["memory"] is None
+    assert started[0].setup["first"] == started[1].setup["weights"], "both begin with one staged copy"
+
+
 def test_scorers_of_a_driver_whose_model_is_in_the_host_s_memory_are_where_the_learner_is_or_the_config_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

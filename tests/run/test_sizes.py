@@ -36,12 +36,14 @@ from millstream.run.sizes import (
     MAX_SLOTS,
     MIN_PASS,
     MIN_SLOTS,
+    SMALL_MODEL,
     Memory,
     ModelDevice,
     ModelShape,
     choose_sizes,
     memory_warning,
     shape_from,
+    with_process,
     with_sizes,
 )
 from millstream.types import TrainRow
@@ -175,7 +177,7 @@ def test_sizes_are_within_their_bounds_and_fit_wherever_the_smallest_would(
 
 
 @pytest.mark.parametrize("model", [SMOLLM2, QWEN3_474M, QWEN3_1_7B])
-def test_an_engine_in_a_process_on_the_learner_s_gpu_needs_a_context_and_room_for_staged_versions(
+def test_an_engine_and_a_learner_in_processes_on_one_gpu_need_contexts_and_room_for_staged_versions(
     model: dict[str, Any],
 ) -> None:
     thread, process = (run_config(engine=EngineConfig(process=is_process)) for is_process in (False, True))
@@ -183,8 +185,10 @@ def test_an_engine_in_a_process_on_the_learner_s_gpu_needs_a_context_and_room_fo
     assert one.needed_gb is not None and two.needed_gb is not None
     fixed = {"slots": one.slots, "cache_gb": one.cache_gb, "micro_batch_tokens": one.micro_batch_tokens}
     assert fixed == {"slots": two.slots, "cache_gb": two.cache_gb, "micro_batch_tokens": two.micro_batch_tokens}
-    staged = 2 * 2 * shape(model).parameters / 1e9
-    assert two.needed_gb - one.needed_gb == pytest.approx(0.65 + staged, abs=0.02)
+    weights = 2 * shape(model).parameters / 1e9
+    assert two.needed_gb - one.needed_gb == pytest.approx(2 * 0.65 + 3 * weights, abs=0.02), (
+        "two staged, one the driver's"
+    )
     small = choose_sizes(process, gpu(one.needed_gb + 0.5), shape(model))
     assert small.needed_gb is not None and small.needed_gb <= one.needed_gb + 0.5, "they still fit"
 
@@ -292,6 +296,36 @@ def stop_late(run_dir: Path) -> None:
 
 def chosen_in(run_dir: Path) -> list[SizesChosen]:
     return [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, SizesChosen)]
+
+
+def test_engine_and_learner_of_a_small_model_are_processes_on_one_gpu() -> None:
+    small, large = shape(SMOLLM2), shape(QWEN3_474M)
+    assert small.parameters < SMALL_MODEL < large.parameters
+    chosen = with_process(run_config(), gpu(80), small)
+    assert chosen.engine.process is True
+    sizes = choose_sizes(chosen, gpu(80), small)
+    assert sizes.has_processes and "engine and learner as processes" in sizes_in_words(sizes)
+    elsewhere = structs.replace(gpu(80), engine_bytes=80e9)  # engines have GPUs of their own
+    for device, model in ((CPU, small), (gpu(80), large), (gpu(80), None), (elsewhere, small)):
+        assert with_process(run_config(), device, model).engine.process is None
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"engine": EngineConfig(process=False)},
+        {"engine": EngineConfig(replicas=2)},
+        {"learner": LearnerConfig(gpu_share=0.5)},
+        {"learner": LearnerConfig(ranks=2)},
+        {"pipeline": PipelineConfig(steps=1, groups_per_step=1, max_lag=0)},
+        {"reference": ReferenceConfig()},
+        {"runtime": "ray"},
+    ],
+    ids=str,
+)
+def test_what_was_not_measured_as_processes_of_one_gpu_stays_as_the_config_says(tables: dict[str, Any]) -> None:
+    config = run_config(**tables)
+    assert with_process(config, gpu(80), shape(SMOLLM2)) is config
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

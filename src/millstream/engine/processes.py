@@ -31,6 +31,7 @@ from millstream.types import Weights
 from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.cached_ref import CachedRef
 from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher, slot_folder
+from millstream.weights.transfer.remote_weights import RemoteWeights
 
 SHARED = Delivery(ways=("shared",))
 
@@ -118,9 +119,12 @@ class LocalWeights:
             raise EngineError(f"{error}, or set {other if self._is_vllm else 'engine.process = false'}") from error
 
     def publish(self, version: int, weights: Weights) -> WeightsRef:
+        """Weights of a rank that publishes by itself are there already."""
         with self._lock:
             newest = self._newest
-            if newest is None or newest[0] != version or newest[1] is not weights:
+            if isinstance(weights, RemoteWeights):
+                newest = self._newest = (version, weights, weights.ref)
+            elif newest is None or newest[0] != version or newest[1] is not weights:
                 if self._publisher is None:
                     self._publisher = self._open(self._find_delivery())
                 newest = self._newest = (version, weights, self._publisher.put(version, weights.items()))

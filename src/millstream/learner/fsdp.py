@@ -58,21 +58,22 @@ from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.remote_weights import RemoteWeights
 
 
-class ClusterRanks(NamedTuple):
-    """What ranks on the nodes of a cluster need."""
+class PublishingRanks(NamedTuple):
+    """What ranks need that share no memory with this process: on the nodes of a cluster, or on the GPU of an engine."""
 
     launcher: Launcher
     host: str  # an address of this machine that they reach
     node: str  # the name of this machine's node
     first: WeightsRef  # the first weights
-    publish: Callable[[Weights], WeightsRef]  # some of the first weights, for ranks that read the others from files
     delivery: Delivery  # how rank 0 publishes weights
+    publish: Callable[[Weights], WeightsRef] | None = None
+    """Of several ranks: some of the first weights, where they read the others from files."""
 
 
 class FsdpLearner:
     """A `RunLearner` (`learner.base`). The model is what training starts from; only `save` changes it.
 
-    Ranks are processes of this machine that share memory with this one; or, with `cluster`, one or more processes on its nodes,
+    Ranks are processes of this machine that share memory with this one; or, with `publishing`, processes that may be anywhere,
     and `weights()` returns a reference to published weights. `device`: of the ranks, "cpu" or "cuda"; None: the model's.
     `store`: where they read `StoredRow`s by themselves, once it is open. Other rows are sent. `records_ratios`: whether
     `log_ratios` is read."""
@@ -91,7 +92,7 @@ class FsdpLearner:
         records_ratios: bool = True,
         device: str | None = None,
         store: FindStore = lambda: None,
-        cluster: ClusterRanks | None = None,
+        publishing: PublishingRanks | None = None,
     ) -> None:
         check_learner(model, is_small_only=True)
         self.model = model
@@ -113,8 +114,8 @@ class FsdpLearner:
         )
         files = checkpoint_files(model) if config.ranks > 1 else None
         self._shared: SharedWeights | None = None
-        self._fetcher = None if cluster is None else WeightsFetcher(cluster.node, without=("nccl",))
-        self.ranks = self._start_here(plan, files) if cluster is None else self._start_there(plan, files, cluster)
+        self._fetcher = None if publishing is None else WeightsFetcher(publishing.node, without=("nccl",))
+        self.ranks = self._start_here(plan, files) if publishing is None else self._start_there(plan, files, publishing)
         self._store = store
         self._is_store_open = False  # in the ranks
         self._snapshots = itertools.count()
@@ -125,16 +126,17 @@ class FsdpLearner:
         self._log_ratios: HalfFloats = np.zeros(0, np.float16)
         self._rank_seconds: list[float] = []
 
-    def _start_there(self, plan: RankPlan, files: CheckpointFiles | None, cluster: ClusterRanks) -> RankProcesses:
+    def _start_there(self, plan: RankPlan, files: CheckpointFiles | None, publishing: PublishingRanks) -> RankProcesses:
         rest = {} if files is None else _not_in(files, self.model)
+        assert publishing.publish is not None or not rest
         setup = RankSetup(
             plan=plan,
-            weights=cluster.first,
-            delivery=cluster.delivery,
+            weights=publishing.first,
+            delivery=publishing.delivery,
             checkpoint=files,
-            rest=cluster.publish(rest) if rest else None,
+            rest=publishing.publish(rest) if rest and publishing.publish is not None else None,
         )
-        return learner_ranks(setup, self._config.ranks, cluster.launcher, host=cluster.host)
+        return learner_ranks(setup, self._config.ranks, publishing.launcher, host=publishing.host)
 
     def _start_here(self, plan: RankPlan, files: CheckpointFiles | None) -> RankProcesses:
         """The shared memory has room for what is trained, and for what ranks do not read from files."""

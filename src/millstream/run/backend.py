@@ -23,16 +23,19 @@ from millstream.engine.native.host import ENGINE_START_S
 from millstream.engine.processes import SHARED, EngineSupply, LocalWeights, process_engine
 from millstream.events import EventSink, WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner.fsdp import PublishingRanks
 from millstream.learner.messages import StoreAccess
+from millstream.learner.processes import LOOPBACK
 from millstream.pipeline.schema import Stage
 from millstream.pipeline.workers import WorkerPlan
-from millstream.rpc.process import Kind, Launcher, LocalLauncher, WorkerProcess
+from millstream.rpc.process import Kind, Launcher, LocalLauncher, WorkerProcess, own_node
 from millstream.run import build
 from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, StageProcesses, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines
 from millstream.run.outside import build_outside_engine
 from millstream.run.places import Places, local_ways
+from millstream.run.replay import ReplayedLearner
 from millstream.run.rollout_worker import plan_workers
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
@@ -41,6 +44,7 @@ from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
+from millstream.weights.remote import RemoteChannel
 from millstream.weights.transfer import Delivery
 from millstream.weights.transfer.publisher import open_publisher
 
@@ -155,7 +159,12 @@ class LocalBackend:
         return config.is_own or config.kind == "http" or self._engines.are_processes
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
-        return build.has_learner_process(self._config, self.learner_device, learner)
+        is_apart = bool(self._places.engines)
+        return build.has_learner_process(self._config, self.learner_device, learner, is_apart=is_apart)
+
+    def _publishes_by_itself(self, learner: LearnerConfig) -> bool:
+        is_apart = bool(self._places.engines)
+        return build.publishes_by_itself(self._config, self.learner_device, learner, is_apart=is_apart)
 
     def make_engine(self, name: str) -> Engine:
         return self._engines.make(name)
@@ -173,6 +182,7 @@ class LocalBackend:
             device=self.learner_device,
             store=self._find_store,
             is_apart=bool(self._places.engines),
+            publishing=self._engines.ranks_on_their_gpu() if self._publishes_by_itself(learner) else None,
         )
 
     def _find_store(self) -> StoreAccess | None:
@@ -211,6 +221,8 @@ class LocalBackend:
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         config = self._config.weights
+        if self._publishes_by_itself(self._config.learner):
+            return remote_channel(learner)
         if not config.is_own:
             return LocalChannel()
         channel: WeightChannel = imports.load_part("weights", config.kind)(**config.args)
@@ -224,6 +236,11 @@ class LocalBackend:
         await asyncio.to_thread(self._engines.close)
         if isinstance(self._own_store, ClosedStore):
             await self._own_store.close()
+
+
+def remote_channel(learner: RunLearner) -> RemoteChannel:
+    """Weights that were lost with the process that had staged them are staged again by the learner that replaced it."""
+    return RemoteChannel(learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
 
 def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
@@ -284,16 +301,30 @@ class LocalEngines:
 
     def _supply(self, name: str) -> EngineSupply:
         """Raises `EngineError` where there is no GPU for one more engine, `ConfigError` where it cannot run here."""
-        config, model = self._config, self._context.model
+        config = self._config
         build.check_engine_here(config, self._device)
+        weights = self._staged()
         with self._lock:
             self._names += [name] if name not in self._names else []
             environment = self._places.environment(name, self._names)
-            self._weights = self._weights or LocalWeights(config, model, self._delivery)
         is_warm = config.kind == "torch" and self._device == "cpu"
         launcher = LocalLauncher(is_warm=is_warm, environment_of=lambda _: environment)
-        first, publish = self._weights.first, self._weights.publish
-        return EngineSupply(launcher, first, publish, self._device, has_lines=self._has_lines)
+        return EngineSupply(launcher, weights.first, weights.publish, self._device, has_lines=self._has_lines)
+
+    def _staged(self) -> LocalWeights:
+        with self._lock:
+            self._weights = self._weights or LocalWeights(self._config, self._context.model, self._delivery)
+            return self._weights
+
+    def ranks_on_their_gpu(self) -> PublishingRanks:
+        """For a learner's process on the GPU of these engines: it publishes what they load in the memory of that GPU."""
+        return PublishingRanks(
+            launcher=LocalLauncher(),
+            host=LOOPBACK,
+            node=own_node(),
+            first=self._staged().first(),
+            delivery=self._delivery(),
+        )
 
     def close(self) -> None:
         """Close what the engines share. Each engine is closed before."""

@@ -40,7 +40,7 @@ from millstream.events import EventSink
 from millstream.learner import LearnerConfig, LearnerContext, RunLearner
 from millstream.learner.check import check_learner
 from millstream.learner.config import LEARNER_KINDS, call_tokens
-from millstream.learner.fsdp import FsdpLearner
+from millstream.learner.fsdp import FsdpLearner, PublishingRanks
 from millstream.learner.messages import FindStore, ObjectiveSource
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
@@ -304,13 +304,20 @@ def has_process(config: EngineConfig, device: str) -> bool:
     return is_faster if config.process is None else config.process
 
 
-def has_learner_process(config: RunConfig, device: str, learner: LearnerConfig) -> bool:
-    """Whether the learner is one or more processes. A single rank is one where the engine is, on a CPU: both need the
+def has_learner_process(config: RunConfig, device: str, learner: LearnerConfig, *, is_apart: bool = False) -> bool:
+    """Whether the learner is one or more processes. A single rank is one where the engine is, on the same device: both need the
     interpreter after every small operation, and so does the event loop. Not with a loss or a schedule that no other process can
-    import, and not with a learner of the user's own."""
+    import, and not with a learner of the user's own. `is_apart`: engines have GPUs of their own."""
     engine, is_only_here = config.engine, any(map(imports.is_only_here, (config.algorithm.loss, learner.schedule)))
-    is_small = engine.kind == "torch" and device == "cpu" and has_process(engine, device)
-    return not learner.is_own and (learner.ranks > 1 or (is_small and not is_only_here))
+    is_with_engine = engine.kind == "torch" and not is_apart and has_process(engine, device)
+    return not learner.is_own and (learner.ranks > 1 or (is_with_engine and not is_only_here))
+
+
+def publishes_by_itself(config: RunConfig, device: str, learner: LearnerConfig, *, is_apart: bool = False) -> bool:
+    """Whether the learner is a process that publishes its weights where engines get them, without the driver: one rank on the
+    GPU that engines in processes are on. Several ranks write theirs into memory of the driver."""
+    is_on_gpu = device == "cuda" and learner.ranks == 1 and not config.weights.is_own
+    return is_on_gpu and has_learner_process(config, device, learner, is_apart=is_apart)
 
 
 class HttpServers:
@@ -359,8 +366,9 @@ def build_learner(
     device: str | None = None,
     store: FindStore = lambda: None,
     is_apart: bool = False,
+    publishing: PublishingRanks | None = None,
 ) -> RunLearner:
-    """`is_apart`: engines have GPUs of their own. `device`, `store`: see `FsdpLearner`."""
+    """`is_apart`: engines have GPUs of their own. `device`, `store`, `publishing`: see `FsdpLearner`."""
     temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
     if learner.is_own:
         context = LearnerContext(
@@ -372,7 +380,7 @@ def build_learner(
             num_steps=num_steps,
         )
         return _own_learner(context)
-    if not has_learner_process(config, device or model.device.type, learner):
+    if not has_learner_process(config, device or model.device.type, learner, is_apart=is_apart):
         return TorchLearner(
             model,
             learner,
@@ -397,6 +405,7 @@ def build_learner(
         records_ratios=config.rollout.keep_gb > 0,
         device=device,
         store=store,
+        publishing=publishing,
     )
 
 

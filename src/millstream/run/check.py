@@ -245,6 +245,10 @@ def _check_engine(config: RunConfig) -> None:
             f'rollout.stop with engine.kind = "{config.engine.kind}": stop strings are looked for by our own engine and vLLM. '
             'Leave rollout.stop out, or set engine.kind = "torch"'
         )
+    if config.engine.process and config.learner.gpu_share is not None:
+        raise ConfigError(
+            "learner.gpu_share with engine.process = true: processes take turns on a GPU. Leave one of the two out"
+        )
     kind = config.engine.kind
     if kind not in ("http", "outside"):
         return

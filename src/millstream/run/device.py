@@ -26,6 +26,7 @@ from millstream.run.sizes import (
     memory_warning,
     shape_from,
     tiny_shape,
+    with_process,
 )
 
 QUERY = ["--query-gpu=memory.free", "--format=csv,noheader,nounits"]
@@ -40,7 +41,7 @@ def estimated_lines(config: RunConfig, places: Places, machine: Machine | None) 
     where = "on a GPU" if device.is_gpu else "on a CPU"
     if device.is_gpu and shape is None:
         return [f"not estimated: sizes {where}, since the model's config.json is not here, or has other names"]
-    sizes = choose_sizes(config, device, shape)
+    sizes = choose_sizes(with_process(config, device, shape), device, shape)
     if not device.is_gpu and shape is not None and config.runtime == "local":
         return [f"estimated: {where} {sizes_in_words(sizes)}", *_memory_line(config, sizes, shape)]
     warning = memory_warning(sizes)
@@ -81,7 +82,8 @@ def sizes_in_words(sizes: Sizes) -> str:
     compiled = ", compiled" if sizes.is_compiled else ""
     memory = "" if sizes.needed_gb is None else f" (about {sizes.needed_gb:.1f} of {sizes.free_gb:.1f} GB)"
     passes = f"micro-batches of {sizes.micro_batch_tokens:,} tokens"
-    return f"{sizes.dtype}, {sizes.slots} slots{cache}, {passes}{compiled}{memory}"
+    apart = ", engine and learner as processes" if sizes.has_processes else ""
+    return f"{sizes.dtype}, {sizes.slots} slots{cache}, {passes}{compiled}{apart}{memory}"
 
 
 def on_cluster(config: RunConfig) -> ModelDevice:

@@ -24,7 +24,15 @@ from millstream.run.config import RunConfig, is_model_on_host
 from millstream.run.device import with_places
 from millstream.run.places import Machine, Places, check_heads, check_model_fits, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
-from millstream.run.sizes import ModelDevice, ModelShape, choose_dtype, choose_sizes, with_recorded, with_sizes
+from millstream.run.sizes import (
+    ModelDevice,
+    ModelShape,
+    choose_dtype,
+    choose_sizes,
+    with_process,
+    with_recorded,
+    with_sizes,
+)
 from millstream.run.text import TokenizerText
 from millstream.types import Sampling, Task
 
@@ -98,7 +106,9 @@ def prepare_run(
     config, places = place(with_recorded(config, recorded), machine)
     device = with_places(build.measure_device(config), places)
     model, tokenizer = _driver_model(config, device, start)
-    sizes = choose_sizes(config, device, _checked_shape(config, model, machine))
+    shape = _checked_shape(config, model, machine)
+    config = config if is_alone else with_process(config, device, shape)
+    sizes = choose_sizes(config, device, shape)
     config = with_sizes(config, sizes)
     if config.runtime == "local":
         check_engine_device(config.engine, is_gpu=device.is_gpu)

@@ -37,7 +37,7 @@ from millstream.engine.processes import EngineSupply, process_engine
 from millstream.errors import ClusterError
 from millstream.events import WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
-from millstream.learner.fsdp import ClusterRanks, FsdpLearner
+from millstream.learner.fsdp import FsdpLearner, PublishingRanks
 from millstream.learner.messages import ObjectiveSource, StoreAccess
 from millstream.model.load import model_weights
 from millstream.pipeline.schema import Stage
@@ -45,17 +45,15 @@ from millstream.pipeline.workers import WorkerPlan
 from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
-from millstream.run.backend import BackendContext, LocalEngines
+from millstream.run.backend import BackendContext, LocalEngines, remote_channel
 from millstream.run.build_scorers import DurableCritic, Scorers, StageProcesses, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines, weight_ways
 from millstream.run.places import Places, placed_bundles
-from millstream.run.replay import ReplayedLearner
 from millstream.run.rollout_worker import plan_workers
 from millstream.store import Store
 from millstream.store.client import StoreClient
 from millstream.types import Weights
 from millstream.weights import TransferWay, WeightChannel
-from millstream.weights.remote import RemoteChannel
 from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.cached_ref import CachedRef
 from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
@@ -181,7 +179,7 @@ class RayBackend:
             records_ratios=config.rollout.keep_gb > 0,
             device=self.learner_device,
             store=self._find_store,
-            cluster=ClusterRanks(
+            publishing=PublishingRanks(
                 launcher=self,
                 host=cluster.host,
                 node=cluster.node,
@@ -228,8 +226,7 @@ class RayBackend:
         return plan_workers(self._config, tokenizer, store, self, has_lines=has_lines)
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
-        """Weights that were lost with the process that had staged them are staged again by the learner that replaced it."""
-        return RemoteChannel(learner.weights_of if isinstance(learner, ReplayedLearner) else None)
+        return remote_channel(learner)
 
     async def close(self) -> None:
         """Close in this order, since each needs the next, and each even if one before it fails: 1. the connection to the store,

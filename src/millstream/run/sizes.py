@@ -25,6 +25,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.env.config import SINGLE_TURN
 from millstream.events import Sizes
+from millstream.imports import is_only_here
 from millstream.learner.config import StageConfig, num_processes
 from millstream.run.config import RunConfig, TinyConfig, critic_of, is_model_on_host, reference_of
 
@@ -52,6 +53,7 @@ TRAIN_FLOPS = 150e12  # of a GPU without compiled layers: an H200
 MIN_PARAMETERS = 1e8  # a smaller model is not faster: its kernels are too short
 COMPILED_GAIN = 1 / 3  # of the learner's time; measured: a third to a half
 COMPILE_S = 60.0
+SMALL_MODEL = 2.5e8  # parameters: 135M gains from processes of its own, 474M loses (docs/decisions/22-one-gpu.md)
 
 
 class ModelDevice(Struct, frozen=True, kw_only=True):
@@ -153,6 +155,7 @@ def choose_sizes(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
         micro_batch_tokens=learner.pass_tokens,
         is_compiled=is_compiled,
         replicas=engine.num_replicas,
+        has_processes=device.is_gpu and device.engine_bytes is None and engine.process is True,
     )
     if not device.is_gpu or device.free_bytes is None or shape is None:
         return plain
@@ -250,6 +253,26 @@ def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
     )
 
 
+def with_process(config: RunConfig, device: ModelDevice, shape: ModelShape | None) -> RunConfig:
+    """The config with an engine in a process of its own, and so a learner in another, on the GPU that they share, where the
+    model is so small that the interpreter's lock holds up the GPU. Only where it was measured: one engine, one rank, no scorer.
+    A larger model is faster on threads of one process, whose kernels run at the same time."""
+    engine, learner = config.engine, config.learner
+    is_shared = config.runtime == "local" and device.is_gpu and device.engine_bytes is None
+    is_plain = (
+        engine.kind == "torch" and engine.process is None and engine.num_engines == 1 and not config.weights.is_own
+    )
+    is_one_rank = learner.ranks == 1 and not learner.is_own and learner.gpu_share is None
+    has_scorers = any((reference_of(config), critic_of(config), config.proximal))
+    is_sent = not any(map(is_only_here, (config.algorithm.loss, learner.schedule)))
+    is_small = shape is not None and shape.parameters <= SMALL_MODEL
+    if not (is_shared and is_plain and is_one_rank and is_sent and is_small) or has_scorers:
+        return config
+    if config.pipeline.is_in_lockstep:
+        return config
+    return structs.replace(config, engine=structs.replace(engine, process=True))
+
+
 def with_recorded(config: RunConfig, sizes: Sizes | None) -> RunConfig:
     """The config with the sizes of the run's start, if it is resumed. Engines are placed again: the machine may be another."""
     return config if sizes is None else with_sizes(config, structs.replace(sizes, replicas=None))
@@ -324,9 +347,10 @@ class Memory:
         self.fixed = self.learner + self.engines
 
     def processes(self, replicas: int) -> float:
-        """Of engines that are processes on the learner's GPU, beyond `fixed`: each has a context and all weights; versions are
-        staged for them in the GPU's memory."""
-        return replicas * (CONTEXT_BYTES + self.whole - self.engine) + NUM_STAGED * self.engine
+        """Of engines, and a learner, that are processes on one GPU, beyond `fixed`: each has a context and all weights, and so
+        has the driver; versions are staged for engines in the GPU's memory."""
+        engines = replicas * (CONTEXT_BYTES + self.whole - self.engine) + NUM_STAGED * self.engine
+        return engines + CONTEXT_BYTES + self.whole
 
     def _learner(self, config: RunConfig) -> float:
         """All that does not depend on a size. Adapters share the model's weights."""

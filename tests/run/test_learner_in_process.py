@@ -1,0 +1,101 @@
+"""A learner that is a process on the device of the engine's process and publishes its weights by itself, as on one GPU. Here on
+a CPU, through the host's memory instead of the GPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from millstream import train
+from millstream.audit import audit
+from millstream.config import load
+from millstream.engine.processes import LocalWeights
+from millstream.errors import ConfigError
+from millstream.events import Event, Stepped
+from millstream.run import build
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig
+from millstream.weights.transfer.remote_weights import RemoteWeights
+from support.runs import ROOT, step_rows
+
+REWARD = "def spread(task, completion):\n    return sum(map(ord, completion)) % 7\n"
+
+
+def config_of(folder: Path, *changes: str) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "rewards.py").write_text(REWARD)
+    reward = f"reward=[{{function='{folder}/rewards.py:spread'}}]"
+    small = [
+        "data.size=100",
+        "data.holdout=0",
+        "evaluation.every_steps=",
+        "rollout.max_tokens=8",
+        "warmup=",
+        "engine.process=true",
+        "pipeline.steps=3",
+        reward,
+    ]
+    return load(ROOT / "recipes/demo.toml", RunConfig, [*small, f"run_dir={folder / 'run'}", *changes])
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What learners publish while the backend does on a CPU what it does on a GPU."""
+    found: list[Any] = []
+    original = LocalWeights.publish
+
+    def publish(self: LocalWeights, version: int, weights: Any) -> Any:
+        found.append(weights)
+        return original(self, version, weights)
+
+    monkeypatch.setattr(build, "publishes_by_itself", lambda *_, **__: True)
+    monkeypatch.setattr(LocalWeights, "publish", publish)
+    return found
+
+
+def test_in_lockstep_its_run_gives_the_weights_of_one_process_bit_for_bit(
+    tmp_path: Path, published: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = ("pipeline.max_lag=0", "checkpoint.every_steps=1")
+    train(config_of(tmp_path / "apart", *same))
+    assert len(published) >= 3 and all(isinstance(weights, RemoteWeights) for weights in published)
+    monkeypatch.undo()
+    train(config_of(tmp_path / "one", *same, "engine.process=false"))
+    found = [(tmp_path / name / "run/model/model.safetensors").read_bytes() for name in ("apart", "one")]
+    assert found[0] == found[1]
+    assert all(row["grad_norm"] > 0 for row in step_rows(tmp_path / "one/run")), "something was trained"
+    assert audit(tmp_path / "apart/run").is_clean
+
+
+class Killer:
+    """Kills the learner's process after the second step."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Stepped) and event.version == 2:
+            ranks = [
+                one for one in psutil.Process().children(recursive=True) if "rank_worker" in " ".join(one.cmdline())
+            ]
+            for rank in ranks:
+                self.killed.append(rank.pid)
+                rank.kill()
+
+
+def test_a_killed_learner_is_replaced_and_engines_get_the_weights_that_it_had_staged(
+    tmp_path: Path, published: list[Any]
+) -> None:
+    killer = Killer()
+    train(config_of(tmp_path, "pipeline.steps=6", "checkpoint.every_steps=1"), sinks=[killer])
+    assert len(killer.killed) == 1
+    assert [row["step"] for row in step_rows(tmp_path / "run")][-1] == 6
+    assert audit(tmp_path / "run").is_clean
+
+
+def test_a_share_of_the_gpu_and_processes_that_take_turns_on_it_are_refused_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_share with engine\.process = true.*take turns"):
+        check_combinations(config_of(tmp_path, "learner.gpu_share=0.5"))
