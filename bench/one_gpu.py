@@ -170,7 +170,7 @@ def quality_rows(folder: Path) -> list[Row]:
     from time_to_quality_report import json_rows
 
     rows = {path.stem.removeprefix("quality-"): json_rows(read_results(path), None) for path in paths}
-    return [structs.replace(row, workload=f"{row.workload}, {name} s") for name, some in rows.items() for row in some]
+    return [structs.replace(row, workload=f"{row.workload}, {name}") for name, some in rows.items() for row in some]
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--folder", Path("runs/one-gpu"), help="of results; a later call continues there")
     parser.add("--work", Path("runs/one-gpu-work"), help="models, logs")
     parser.add("--only", "", help="letters of parts, or names, by comma")
-    parser.add("--quality-seconds", 300.0, help="of training, for each run of time to quality")
+    parser.add("--quality-seconds", 300.0, help="of training, for the runs of time to quality that share the GPU")
     for name, what in {**FOLDERS, **PYTHONS}.items():
         parser.add(f"--{name}", "", help=what)
     parser.add_argument("--retry", action="store_true", help="parts that failed or were over their limit")

@@ -60,18 +60,31 @@ def cell(letter: str, load: str, mode: str, expected_s: float, options: str = "-
     return part(letter, f"{load}/{mode}", command, expected_s, expected_s + 120)
 
 
-def quality(mode: str, seed: int, seconds: float) -> Part:
+MODES = ("barrier", "0", "2", "4")
+FIFTH_OF_A_GPU = "--points 8 --set engine.cache_gb=4 --set engine.slots=1024 --set learner.micro_batch_tokens=8192"
+ALONE_S, TRL_S = 45, 80
+"""Of training, for the run that has the GPU to itself, and for TRL's."""
+
+
+def together(seed: int, seconds: float) -> Part:
+    """All modes of a seed at the same time."""
+    command = f"time_to_quality run {{folder}}/quality-together.jsonl --together {len(MODES)} --modes {','.join(MODES)}"
+    command += f" --seeds {seed} --seconds {seconds:g} --set model.path={{model}} {FIFTH_OF_A_GPU}"
+    return part("c", f"quality, seed {seed}, {seconds:g} s, together", command, seconds + 90, seconds + 180)
+
+
+def alone_on_the_gpu(mode: str, seed: int) -> Part:
     """TRL uses the settings that the search has found."""
-    expected_s = seconds + (180 if mode == "trl" else 90)
-    command = f"{_quality_command(seconds)} --modes {mode} --seeds {seed} --minutes {{minutes}}"
-    command += " --trl-python {trl} --trl-search-s 1" if mode == "trl" else ""
-    return part("c", f"quality {mode}/{seed}, {seconds:g} s", command, expected_s, expected_s + 25)
+    command, expected_s = f"{_alone()} --modes {mode} --seeds {seed} --minutes {{minutes}}", ALONE_S + 50.0
+    if mode == "trl":
+        command, expected_s = f"{command} --trl-python {{trl}} --trl-search-s 1", TRL_S + 180.0
+    return part("c", f"quality {mode}/{seed}, alone", command, expected_s, expected_s + 25)
 
 
-def _quality_command(seconds: float) -> str:
+def _alone() -> str:
     """With the options that all results of a file share."""
-    file = f"{{folder}}/quality-{seconds:g}.jsonl"
-    return f"time_to_quality run {file} --seconds {seconds:g} --trl-seconds {seconds:g} --set model.path={{model}}"
+    options = f"--seconds {ALONE_S} --trl-seconds {TRL_S} --points 9 --set model.path={{model}}"
+    return f"time_to_quality run {{folder}}/quality-alone.jsonl {options}"
 
 
 def plan(quality_s: float) -> list[Part]:
@@ -101,14 +114,16 @@ def _decoding() -> Iterator[Part]:
 
 
 def _quality(seconds: float) -> Iterator[Part]:
-    yield from (quality(mode, 0, seconds) for mode in ("2", "barrier", "0", "4"))
+    yield together(0, seconds)
+    yield alone_on_the_gpu("2", 0)
     large = f"end_to_end_trl --folder {END_TO_END} --rollouts 512 --steps 1 --search-s 200"
     yield part("c", "TRL, 512 rollouts", f"{{trl}} {large}", 460, 510)
-    search = f"{_quality_command(seconds)} --modes trl --minutes 0"
+    search = f"{_alone()} --modes trl --minutes 0"
     yield part("c", "TRL, its settings", f"{search} --trl-python {{trl}} --trl-search-s 300", 320, 420)
-    yield quality("trl", 0, seconds)
+    yield alone_on_the_gpu("trl", 0)
     for seed in (1, 2):
-        yield from (quality(mode, seed, seconds) for mode in ("2", "barrier", "0", "4", "trl"))
+        yield together(seed, seconds)
+        yield from (alone_on_the_gpu(mode, seed) for mode in ("2", "trl"))
 
 
 def _smollm2() -> Iterator[Part]:

@@ -42,8 +42,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     (docs/cluster.md); on a CPU, one."""
 
     process: bool | None = None
-    """Whether the engine has a process of its own, and a learner of one rank another. None: on a CPU with several cores, where
-    the interpreter's lock would slow all sides down. vLLM always has one. On one GPU: docs/engines.md."""
+    """Whether the engine has a process of its own, and a learner of one rank another. None: where the interpreter's lock would
+    slow all sides down, on a CPU with several cores and for a small model on one GPU (docs/engines.md). vLLM always has one."""
 
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
