@@ -10,6 +10,7 @@ import pytest
 
 from millstream.env.games import reasoning
 from millstream.env.games.gym_text import plain_text, read_action
+from millstream.env.games.reasoning import ReasoningGym
 from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import make_tasks
 from millstream.errors import ConfigError, RequestRefused
@@ -133,6 +134,20 @@ def test_a_few_generators_are_played_with_their_configs_and_wrong_answers_score_
         assert asyncio.run(play(kind, task, [f"So <answer>{task.answer}</answer>"]))[0] == 1.0
         assert asyncio.run(play(kind, task, [f" {task.answer} "]))[0] == 1.0
         assert asyncio.run(play(kind, task, ["none"]))[0] < 0.1
+
+
+def test_answers_of_generators_with_the_library_s_plain_rule_are_scored_by_it_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factory = pytest.importorskip("reasoning_gym.factory")
+    monkeypatch.setattr(reasoning, "CHUNK", 1)
+    plain = [name for name in factory.DATASETS if reasoning.has_plain_rule(name)]
+    assert len(plain) > 20 and "basic_arithmetic" in plain and "chain_sum" not in plain
+    own = ReasoningGym(names=plain)
+    for task in own.tasks(len(plain), 0):
+        assert task.answer
+        for said in (task.answer, f"So <answer> {task.answer}</answer>", f"{task.answer} or so", task.answer[:-1], ""):
+            assert reasoning.plain_score(said, task.answer) == own.score(said, task.data), (task.id, said)
 
 
 def test_a_question_goes_through_the_chat_template_where_that_is_asked_for() -> None:

@@ -238,14 +238,15 @@ class EpisodePart:
 
     def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
         loss_mask = np.zeros(len(self._tokens), dtype=np.bool_)
-        logprobs: list[float] = []
-        versions: list[int] = []
+        logprobs = np.zeros(len(self._tokens), dtype=np.float32)
+        versions = np.full(len(self._tokens), -1, dtype=np.int32)
+        begin = 0
         for num_shown, turn in zip(self._num_shown, self.turns, strict=True):
-            logprobs += [0.0] * num_shown
-            loss_mask[len(logprobs) : len(logprobs) + len(turn.tokens)] = True
-            logprobs += turn.logprobs
-            versions += [-1] * num_shown
-            versions += turn.versions
+            sampled = slice(begin + num_shown, begin + num_shown + len(turn.tokens))
+            loss_mask[sampled] = True
+            logprobs[sampled] = turn.logprobs
+            versions[sampled] = turn.versions
+            begin = sampled.stop
         return Rollout(
             group_id=key.group_id,
             member=key.member,
@@ -258,8 +259,8 @@ class EpisodePart:
             finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
             loss_mask=loss_mask,
-            logprobs=np.array(logprobs, dtype=np.float32),
-            versions=np.array(versions, dtype=np.int32),
+            logprobs=logprobs,
+            versions=versions,
         )
 
     def _turn_rewards(self) -> NDArray[np.float64]:
