@@ -94,7 +94,7 @@ def run(
 
 
 def run_together(file: Path, settings: TimedSettings, cells: Sequence[TimedCell], num: int) -> None:
-    """So many at a time, each in a process of its own that writes its words to a file of its own. They share the GPU: their
+    """`num` at a time, each in a process of its own that writes its words to a file of its own. They share the GPU: their
     seconds are those of a part of it. A cell that fails is left out, and its last words are shown."""
 
     def run_one(cell: TimedCell) -> None:
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     running.add_argument("--points", type=int, default=20, help="of a curve")
     running.add_argument("--set", action="append", default=[], dest="changes", metavar="a.b=c")
     running.add_argument("--minutes", type=float, default=600.0)
-    running.add_argument("--together", type=int, default=1, help="so many cells at the same time, which share the GPU")
+    running.add_argument("--together", type=int, default=1, help="cells at the same time, which share the GPU")
     running.add_argument("--runs", type=Path, help="keep Millstream's run folders here")
     running.add_argument(
         "--trl-seconds",

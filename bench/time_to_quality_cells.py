@@ -149,7 +149,7 @@ class Watch:
 
 @contextmanager
 def keeping_weights(every_s: float, is_over: Callable[[], bool]) -> Iterator[dict[int, Weights]]:
-    """Runs within this keep, by version, the first weights that they publish after every so many seconds, and the last ones.
+    """Runs within this keep, by version, the first weights that they publish after every `every_s` seconds, and the last ones.
     They write no checkpoint: the first would be written beside the first steps."""
     kept: dict[int, Weights] = {}
     publish = WeightSync.publish

@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
+from safetensors.torch import load_file
 
 from millstream import train
 from millstream.audit import audit
@@ -16,8 +18,8 @@ from millstream.engine.processes import LocalWeights
 from millstream.errors import ConfigError
 from millstream.events import Event, Stepped
 from millstream.run import build
-from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
+from millstream.run.sizes import CPU, ModelDevice, with_process
 from millstream.weights.transfer.remote_weights import RemoteWeights
 from support.runs import ROOT, step_rows
 
@@ -96,6 +98,27 @@ def test_a_killed_learner_is_replaced_and_engines_get_the_weights_that_it_had_st
     assert audit(tmp_path / "run").is_clean
 
 
+def test_adapters_begin_with_what_the_warm_up_has_trained(tmp_path: Path, published: list[Any]) -> None:
+    """`published`: as on a GPU. No step of the run itself changes them."""
+    adapters = "learner.lora={rank=4}"
+    warm_up = "warmup={max_steps=6, batch_size=8, learning_rate=0.01}"
+    config = config_of(tmp_path, "pipeline.steps=1", "learner.learning_rate=1e-12", adapters, warm_up)
+    train(config)
+    saved = load_file(tmp_path / "run/model/adapter/adapter_model.safetensors")
+    trained = [float(value.abs().sum()) for name, value in saved.items() if "lora_B" in name]
+    assert trained and min(trained) > 0.01, "before any step of training all of them are zero"
+    assert published
+
+
+def test_a_run_that_only_keeps_rollouts_has_no_learner_to_start(tmp_path: Path, published: list[Any]) -> None:
+    train(config_of(tmp_path, "pipeline.rollouts_only=true", "pipeline.steps=1"))
+    assert not any(isinstance(weights, RemoteWeights) for weights in published)
+    assert audit(tmp_path / "run").is_clean
+
+
 def test_a_share_of_the_gpu_and_processes_that_take_turns_on_it_are_refused_together(tmp_path: Path) -> None:
+    config, one = config_of(tmp_path, "learner.gpu_share=0.5"), ModelDevice(is_gpu=True, free_bytes=80e9)
     with pytest.raises(ConfigError, match=r"gpu_share with engine\.process = true.*take turns"):
-        check_combinations(config_of(tmp_path, "learner.gpu_share=0.5"))
+        with_process(config, one, None)
+    for elsewhere in (CPU, structs.replace(one, engine_bytes=80e9)):
+        assert with_process(config, elsewhere, None) is config

@@ -589,6 +589,16 @@ def test_a_dry_run_says_in_one_line_what_would_be_where_on_a_described_machine(t
     assert code == 0 and "the learner on" not in said and "estimated: on a CPU float32" in said
 
 
+def test_a_small_model_on_one_gpu_has_processes_to_which_weights_go_as_asked(tmp_path: Path) -> None:
+    asked = "[resources]\nweights = ['shared']"
+    code, said = dry_run(tmp_path, asked, "1xH100")
+    assert code == 0 and "engine and learner as processes" in said and "weights reach engines by shared" in said
+    code, said = dry_run(tmp_path, f"{asked}\n[engine]\nprocess = false", "1xH100")
+    assert code == 1 and "the engine is a thread of the run: set engine.process = true, or leave it out" in said
+    code, said = dry_run(tmp_path, "[engine]\nprocess = true\n[learner]\ngpu_share = 0.5", "1xH100")
+    assert code == 1 and "Leave one of the two out" in said
+
+
 def test_a_machine_is_described_for_a_dry_run_alone(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["train", "recipes/demo.toml", "--machine", "8xH100"])
     assert done.exit_code == 1 and "type --dry-run with it" in " ".join(done.output.split())

@@ -318,6 +318,8 @@ def test_engine_and_learner_of_a_small_model_are_processes_on_one_gpu() -> None:
         {"learner": LearnerConfig(gpu_share=0.5)},
         {"learner": LearnerConfig(ranks=2)},
         {"pipeline": PipelineConfig(steps=1, groups_per_step=1, max_lag=0)},
+        {"pipeline": PipelineConfig(steps=1, groups_per_step=1, max_lag=1, rollouts_only=True)},
+        {"learner": LearnerConfig(kind="outside")},
         {"reference": ReferenceConfig()},
         {"runtime": "ray"},
     ],

@@ -108,10 +108,11 @@ class LocalWeights:
         temporary = Path(tempfile.gettempdir()) / f"millstream-weights-files-{os.getuid()}"
         return open_publisher(delivery, folder=slot_folder() if self._place == "shared" else temporary)
 
-    def first(self) -> WeightsRef:
+    def first(self, *, is_exact: bool = False) -> WeightsRef:
         """Of the model as it is now. Once a version was published, adapters may be older ones: an engine that starts then loads
-        the newest version before it serves, and those that run keep the memory of what they began with."""
-        is_replaced = is_adapter if self._newest is not None else lambda name: False
+        the newest version before it serves, and those that run keep the memory of what they began with. `is_exact`: they may
+        not, for a learner that begins with them."""
+        is_replaced = is_adapter if self._newest is not None and not is_exact else lambda name: False
         try:
             return self._beginning.put(model_weights(self._model), is_replaced)
         except WeightsError as error:

@@ -71,7 +71,7 @@ class Sizes(Struct, frozen=True, kw_only=True):
     replicas: int | None = None  # None: the log does not say
     needed_gb: float | None = None  # of the GPU; None: there is none, or its memory is not known
     free_gb: float | None = None
-    has_processes: bool = False  # whether engine and learner are processes on one GPU, since the model is small
+    has_processes: bool = False  # whether engine and learner are processes on one GPU
 
 
 class SizesChosen(Event, frozen=True, kw_only=True):

@@ -221,7 +221,7 @@ class LocalBackend:
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         config = self._config.weights
-        if self._publishes_by_itself(self._config.learner):
+        if isinstance(learner, ReplayedLearner) and self._publishes_by_itself(self._config.learner):
             return remote_channel(learner)
         if not config.is_own:
             return LocalChannel()
@@ -322,7 +322,7 @@ class LocalEngines:
             launcher=LocalLauncher(),
             host=LOOPBACK,
             node=own_node(),
-            first=self._staged().first(),
+            first=self._staged().first(is_exact=True),
             delivery=self._delivery(),
         )
 

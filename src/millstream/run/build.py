@@ -54,7 +54,14 @@ from millstream.pipeline.schema import Stage, store_tasks
 from millstream.rpc.process import Launcher, LocalLauncher, engine_names
 from millstream.run.check_machine import check_engine_device, no_gpu
 from millstream.run.check_prompts import load_checked_tokenizer, tokenizer_of
-from millstream.run.config import ModelConfig, RunConfig, critic_of, is_model_on_host, server_token
+from millstream.run.config import (
+    ModelConfig,
+    RunConfig,
+    critic_of,
+    is_model_on_host,
+    may_learn_in_process,
+    server_token,
+)
 from millstream.run.device import find_device, find_machine, on_cluster
 from millstream.run.places import Gpu, Machine
 from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
@@ -306,18 +313,20 @@ def has_process(config: EngineConfig, device: str) -> bool:
 
 def has_learner_process(config: RunConfig, device: str, learner: LearnerConfig, *, is_apart: bool = False) -> bool:
     """Whether the learner is one or more processes. A single rank is one where the engine is, on the same device: both need the
-    interpreter after every small operation, and so does the event loop. Not with a loss or a schedule that no other process can
-    import, and not with a learner of the user's own. `is_apart`: engines have GPUs of their own."""
-    engine, is_only_here = config.engine, any(map(imports.is_only_here, (config.algorithm.loss, learner.schedule)))
-    is_with_engine = engine.kind == "torch" and not is_apart and has_process(engine, device)
-    return not learner.is_own and (learner.ranks > 1 or (is_with_engine and not is_only_here))
+    interpreter after every small operation, and so does the event loop. Not on a GPU with a weight channel of the user's own:
+    `publishes_by_itself`. `is_apart`: engines have GPUs of their own."""
+    if learner.ranks > 1:
+        return not learner.is_own
+    is_with_engine = not is_apart and has_process(config.engine, device)
+    is_taken = device == "cpu" or not config.weights.is_own
+    return is_with_engine and is_taken and may_learn_in_process(config, learner)
 
 
 def publishes_by_itself(config: RunConfig, device: str, learner: LearnerConfig, *, is_apart: bool = False) -> bool:
     """Whether the learner is a process that publishes its weights where engines get them, without the driver: one rank on the
     GPU that engines in processes are on. Several ranks write theirs into memory of the driver."""
-    is_on_gpu = device == "cuda" and learner.ranks == 1 and not config.weights.is_own
-    return is_on_gpu and has_learner_process(config, device, learner, is_apart=is_apart)
+    is_one_on_gpu = device == "cuda" and learner.ranks == 1
+    return is_one_on_gpu and has_learner_process(config, device, learner, is_apart=is_apart)
 
 
 class HttpServers:

@@ -34,7 +34,7 @@ from millstream.run.check_machine import PlayedTasks, check_answers, checked_dis
 from millstream.run.check_outside import check_outside, checked_outside
 from millstream.run.check_workers import check_workers
 from millstream.run.config import RunConfig, server_token, weight_ways
-from millstream.run.device import find_device, find_shape, heads_of
+from millstream.run.device import find_device, find_shape, heads_of, with_places
 from millstream.run.folder import check_free
 from millstream.run.own_parts import check_own_parts, checked_own_parts
 from millstream.run.places import (
@@ -46,6 +46,7 @@ from millstream.run.places import (
     placed_bundles,
     stage_numbers,
 )
+from millstream.run.sizes import with_process
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
 
@@ -244,10 +245,6 @@ def _check_engine(config: RunConfig) -> None:
         raise ConfigError(
             f'rollout.stop with engine.kind = "{config.engine.kind}": stop strings are looked for by our own engine and vLLM. '
             'Leave rollout.stop out, or set engine.kind = "torch"'
-        )
-    if config.engine.process and config.learner.gpu_share is not None:
-        raise ConfigError(
-            "learner.gpu_share with engine.process = true: processes take turns on a GPU. Leave one of the two out"
         )
     kind = config.engine.kind
     if kind not in ("http", "outside"):
@@ -478,7 +475,8 @@ def _checked_places(machine: Machine | None, config: RunConfig) -> Iterator[str]
     check_heads(config.engine, heads_of(config))
     placed, places = place(config, machine)
     if machine is not None:
-        check_model_fits(placed, machine, find_shape(config))
+        check_model_fits(placed, machine, shape := find_shape(config))
+        placed = with_process(placed, with_places(find_device(config, machine), places), shape)
     if config.runtime != "ray":
         yield from [f"checked: {places.words()}"] if places.words() else []
         if machine is not None and (places.engines or config.resources.weights is not None):

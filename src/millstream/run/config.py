@@ -350,6 +350,13 @@ def uses_lines(config: RunConfig) -> bool:
     return bool(config.rollout.workers) and has_processes and not config.pipeline.is_in_lockstep
 
 
+def may_learn_in_process(config: RunConfig, learner: LearnerConfig) -> bool:
+    """Whether a learner of one rank may be a process where our own engine is one. Not where nothing is trained here, not a
+    learner of the user's own, and not with a loss or a schedule that no other process can import."""
+    is_ours = config.engine.kind == "torch" and learner.kind == "torch" and not config.pipeline.rollouts_only
+    return is_ours and not any(map(imports.is_only_here, (config.algorithm.loss, learner.schedule)))
+
+
 def is_model_on_host(config: RunConfig) -> bool:
     """Whether the driver's copy of the model is in the host's memory where there are GPUs, too: the driver computes nothing
     with it. With Ray; without, where the learner is several ranks, and engines are processes or servers."""

@@ -17,7 +17,16 @@ from msgspec import Struct, structs
 from millstream.config import MAX_SECONDS, load
 from millstream.errors import ConfigError
 from millstream.run.config import RunConfig
-from millstream.run.sizes import MAX_SLOTS, MIN_PASS, USABLE, Memory, ModelShape
+from millstream.run.sizes import (
+    MAX_SLOTS,
+    MIN_PASS,
+    USABLE,
+    Memory,
+    ModelDevice,
+    ModelShape,
+    have_processes,
+    with_process,
+)
 from millstream.sim.config import SimConfig
 
 MIN_PASSES = 4  # of a batch: training begins when the first of them is complete
@@ -132,11 +141,14 @@ def fit_memory(
     """The largest passes and cache that fit; layers are recomputed where the activations would not fit otherwise."""
     is_auto = config.learner.compile == "auto" and not config.learner.offload and placed.ranks == 1
     is_compiled = config.learner.is_compiled or is_auto
+    device = ModelDevice(is_gpu=True)
+    has_processes = gpus.number == 1 and have_processes(with_process(config, device, shape), device)
     found = MemoryFit(lack_gb=math.inf)
     for is_recomputed in dict.fromkeys((config.learner.recompute, True)):
         learner = structs.replace(config.learner, recompute=is_recomputed)
         memory = Memory(structs.replace(config, learner=learner), shape, dtype="bfloat16", is_compiled=is_compiled)
-        found = _fit(config, memory, gpus.kind, placed, longest_request, batch_tokens)
+        processes = memory.processes(placed.engines, with_learner=True) if has_processes else 0.0
+        found = _fit(config, memory, gpus.kind, placed, longest_request, batch_tokens, processes=processes)
         found = structs.replace(found, is_recomputed=is_recomputed, is_compiled=is_compiled)
         if found.lack_gb <= 0:
             break
@@ -144,10 +156,18 @@ def fit_memory(
 
 
 def _fit(
-    config: RunConfig, memory: Memory, gpu: GpuKind, placed: Placed, longest_request: int, batch_tokens: float
+    config: RunConfig,
+    memory: Memory,
+    gpu: GpuKind,
+    placed: Placed,
+    longest_request: int,
+    batch_tokens: float,
+    *,
+    processes: float,
 ) -> MemoryFit:
+    """`processes`: what they need beyond threads."""
     room = USABLE * gpu.memory_gb * 1e9
-    learner = memory.learner if placed.ranks == 1 else memory.sharded(placed.ranks)
+    learner = processes + (memory.learner if placed.ranks == 1 else memory.sharded(placed.ranks))
     engine = memory.engine + memory.decoding(MAX_SLOTS)
     is_auto, least_cache = config.learner.micro_batch_tokens == "auto", longest_request * memory.token_bytes
     least_pass = max(longest_request, MIN_PASS if is_auto else config.learner.pass_tokens)

@@ -24,10 +24,17 @@ from msgspec import Struct, structs
 from millstream.engine import EngineConfig
 from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.env.config import SINGLE_TURN
+from millstream.errors import ConfigError
 from millstream.events import Sizes
-from millstream.imports import is_only_here
 from millstream.learner.config import StageConfig, num_processes
-from millstream.run.config import RunConfig, TinyConfig, critic_of, is_model_on_host, reference_of
+from millstream.run.config import (
+    RunConfig,
+    TinyConfig,
+    critic_of,
+    is_model_on_host,
+    may_learn_in_process,
+    reference_of,
+)
 
 DtypeName = Literal["float32", "bfloat16"]
 BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -155,7 +162,7 @@ def choose_sizes(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
         micro_batch_tokens=learner.pass_tokens,
         is_compiled=is_compiled,
         replicas=engine.num_replicas,
-        has_processes=device.is_gpu and device.engine_bytes is None and engine.process is True,
+        has_processes=have_processes(config, device),
     )
     if not device.is_gpu or device.free_bytes is None or shape is None:
         return plain
@@ -206,7 +213,7 @@ def _fitted(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float) 
     has_pages = engine.kind == "torch" and engine.cache != "slots"
     replicas = engine.num_replicas if engine.kind == "torch" else 0
     others = _of_learner(config, memory) + memory.engines + _taken_by_vllm(config.engine, free_bytes)
-    others += memory.processes(replicas) if engine.process else 0.0
+    others += memory.processes(replicas, with_learner=plain.has_processes) if engine.process else 0.0
     room = max(0.0, USABLE * free_bytes - others - replicas * memory.decoding(plain.slots))
     wanted = replicas * (memory.cache_for(plain.slots) if engine.pool_gb is None else engine.pool_gb * 1e9)
     if config.learner.micro_batch_tokens == "auto":
@@ -256,21 +263,29 @@ def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
 def with_process(config: RunConfig, device: ModelDevice, shape: ModelShape | None) -> RunConfig:
     """The config with an engine in a process of its own, and so a learner in another, on the GPU that they share, where the
     model is so small that the interpreter's lock holds up the GPU. Only where it was measured: one engine, one rank, no scorer.
-    A larger model is faster on threads of one process, whose kernels run at the same time."""
+    A larger model is faster on threads of one process, whose kernels run at the same time. Raises `ConfigError` for a share of
+    the GPU, which divides it between threads."""
     engine, learner = config.engine, config.learner
-    is_shared = config.runtime == "local" and device.is_gpu and device.engine_bytes is None
-    is_plain = (
-        engine.kind == "torch" and engine.process is None and engine.num_engines == 1 and not config.weights.is_own
-    )
-    is_one_rank = learner.ranks == 1 and not learner.is_own and learner.gpu_share is None
-    has_scorers = any((reference_of(config), critic_of(config), config.proximal))
-    is_sent = not any(map(is_only_here, (config.algorithm.loss, learner.schedule)))
-    is_small = shape is not None and shape.parameters <= SMALL_MODEL
-    if not (is_shared and is_plain and is_one_rank and is_sent and is_small) or has_scorers:
+    if config.runtime != "local" or not device.is_gpu or device.engine_bytes is not None:
         return config
-    if config.pipeline.is_in_lockstep:
+    if engine.kind == "torch" and engine.process and learner.gpu_share is not None:
+        raise ConfigError(
+            "learner.gpu_share with engine.process = true: processes take turns on a GPU. Leave one of the two out"
+        )
+    is_plain = engine.process is None and engine.num_engines == 1 and not config.weights.is_own
+    is_one_rank = learner.ranks == 1 and learner.gpu_share is None and may_learn_in_process(config, learner)
+    has_scorers = any((reference_of(config), critic_of(config), config.proximal))
+    is_small = shape is not None and shape.parameters <= SMALL_MODEL
+    if not (is_plain and is_one_rank and is_small) or has_scorers or config.pipeline.is_in_lockstep:
         return config
     return structs.replace(config, engine=structs.replace(engine, process=True))
+
+
+def have_processes(config: RunConfig, device: ModelDevice) -> bool:
+    """Whether engine and learner are processes on one GPU, once `with_process` has decided. See `build.publishes_by_itself`."""
+    is_shared = config.runtime == "local" and device.is_gpu and device.engine_bytes is None
+    is_asked = config.engine.process is True and config.learner.ranks == 1 and not config.weights.is_own
+    return is_shared and is_asked and may_learn_in_process(config, config.learner)
 
 
 def with_recorded(config: RunConfig, sizes: Sizes | None) -> RunConfig:
@@ -346,11 +361,11 @@ class Memory:
         self.engines = config.engine.num_replicas * self.engine
         self.fixed = self.learner + self.engines
 
-    def processes(self, replicas: int) -> float:
-        """Of engines, and a learner, that are processes on one GPU, beyond `fixed`: each has a context and all weights, and so
-        has the driver; versions are staged for engines in the GPU's memory."""
+    def processes(self, replicas: int, *, with_learner: bool) -> float:
+        """Of engines, and perhaps a learner, that are processes on one GPU, beyond `fixed`: each has a context and all weights,
+        and so has the driver; versions are staged for engines in the GPU's memory."""
         engines = replicas * (CONTEXT_BYTES + self.whole - self.engine) + NUM_STAGED * self.engine
-        return engines + CONTEXT_BYTES + self.whole
+        return engines + (CONTEXT_BYTES + self.whole if with_learner else 0.0)
 
     def _learner(self, config: RunConfig) -> float:
         """All that does not depend on a size. Adapters share the model's weights."""
