@@ -4,6 +4,7 @@ rank that its setup names."""
 from __future__ import annotations
 
 import asyncio
+import platform
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -220,6 +221,18 @@ def test_the_memory_of_a_gpu_on_which_the_driver_computes_nothing_is_asked_of_th
     assert asked == ["tool", "torch"], "torch would make a context on that GPU"
     monkeypatch.setattr(build, "find_device", lambda config: ModelDevice(is_gpu=True))
     assert free("[learner]\nranks = 2") == 6e9, "there is no such tool"
+
+
+@pytest.mark.parametrize(
+    ("release", "is_shareable"), [("6.8.0-45-generic", True), ("5.15.90-microsoft-standard-WSL2", False)]
+)
+def test_on_wsl_no_process_is_expected_to_open_the_memory_of_another_on_the_gpu(
+    release: str, is_shareable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "choose_device", lambda asked: "cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6e9, 8e9))
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert build.measure_device(config_of("")).is_shareable == is_shareable
 
 
 @pytest.mark.parametrize("is_warm", [False, True])

@@ -306,7 +306,8 @@ def test_engine_and_learner_of_a_small_model_are_processes_on_one_gpu() -> None:
     sizes = choose_sizes(chosen, gpu(80), small)
     assert sizes.has_processes and "engine and learner as processes" in sizes_in_words(sizes)
     elsewhere = structs.replace(gpu(80), engine_bytes=80e9)  # engines have GPUs of their own
-    for device, model in ((CPU, small), (gpu(80), large), (gpu(80), None), (elsewhere, small)):
+    closed = structs.replace(gpu(80), is_shareable=False)
+    for device, model in ((CPU, small), (gpu(80), large), (gpu(80), None), (elsewhere, small), (closed, small)):
         assert with_process(run_config(), device, model).engine.process is None
 
 

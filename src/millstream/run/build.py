@@ -4,6 +4,7 @@ and nowhere else. Imports torch."""
 from __future__ import annotations
 
 import gc
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,7 +135,8 @@ def measure_device(config: RunConfig) -> ModelDevice:
         return found
     gc.collect()  # the parts of an earlier run in this process
     torch.cuda.empty_cache()
-    return ModelDevice(is_gpu=True, free_bytes=float(torch.cuda.mem_get_info()[0]))
+    free_bytes, is_wsl = float(torch.cuda.mem_get_info()[0]), "microsoft" in platform.release().lower()
+    return ModelDevice(is_gpu=True, free_bytes=free_bytes, is_shareable=not is_wsl)
 
 
 def find_machine_here(config: RunConfig) -> Machine | None:

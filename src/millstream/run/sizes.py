@@ -65,11 +65,13 @@ SMALL_MODEL = 2.5e8  # parameters: 135M gains from processes of its own, 474M lo
 
 class ModelDevice(Struct, frozen=True, kw_only=True):
     """Where a run's model is. `free_bytes`: before the run has anything there; None: not known before it runs (a cluster).
-    `engine_bytes`: of a GPU that engines have to themselves, for one of them; None: engines are where the model is."""
+    `engine_bytes`: of a GPU that engines have to themselves, for one of them; None: engines are where the model is.
+    `is_shareable`: whether other processes can open its memory, which is not so on WSL."""
 
     is_gpu: bool
     free_bytes: float | None = None
     engine_bytes: float | None = None
+    is_shareable: bool = True
 
 
 CPU = ModelDevice(is_gpu=False)
@@ -276,7 +278,8 @@ def with_process(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
     is_one_rank = learner.ranks == 1 and learner.gpu_share is None and may_learn_in_process(config, learner)
     has_scorers = any((reference_of(config), critic_of(config), config.proximal))
     is_small = shape is not None and shape.parameters <= SMALL_MODEL
-    if not (is_plain and is_one_rank and is_small) or has_scorers or config.pipeline.is_in_lockstep:
+    is_measured = is_plain and is_one_rank and is_small and not has_scorers and not config.pipeline.is_in_lockstep
+    if not is_measured or not device.is_shareable:
         return config
     return structs.replace(config, engine=structs.replace(engine, process=True))
 
