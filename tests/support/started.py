@@ -55,6 +55,7 @@ class Recorder:
         is_warm = getattr(self._asked, "target", None) == words[3]
         self._asked.target = None
         seen, connection = env.get("CUDA_VISIBLE_DEVICES"), socket.socket(fileno=os.dup(pass_fds[0]))
+        process = EndedProcess()
 
         def read() -> None:
             packets = Channel(connection).receive(block=True)
@@ -65,9 +66,10 @@ class Recorder:
                     self.started.append(Started(words[:-1], seen, is_warm, setup))
                 if len(self._open) == self.together:
                     self.end_all()
+            process.has_setup.set()
 
         threading.Thread(target=read, daemon=True).start()
-        return EndedProcess()
+        return process
 
 
 class EndedProcess:
@@ -75,7 +77,13 @@ class EndedProcess:
     returncode = 1
     stderr = None
 
+    def __init__(self) -> None:
+        self.has_setup = threading.Event()  # or its starter is gone
+
     def wait(self, timeout: float | None = None) -> int:
+        """A starter that saw it end at once might not send the setup."""
+        if not self.has_setup.wait(timeout):
+            raise subprocess.TimeoutExpired("a faked process", timeout or 0.0)
         return self.returncode
 
 
