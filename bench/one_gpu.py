@@ -57,6 +57,10 @@ def read_outcomes(folder: Path) -> dict[str, Outcome]:
     return {outcome.part: outcome for outcome in found}
 
 
+def is_one_of(part: Part, only: Sequence[str]) -> bool:
+    return any(word == part.letter if len(word) == 1 else word in part.name for word in only)
+
+
 def is_missing(outcome: Outcome | None, *, is_retried: bool) -> bool:
     if outcome is None or outcome.status == "ended by the call's limit":
         return True
@@ -188,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--limit-s", 540.0, smoke=30.0, help="of this call")
     parser.add("--folder", Path("runs/one-gpu"), help="of results; a later call continues there")
     parser.add("--work", Path("runs/one-gpu-work"), help="models, logs")
-    parser.add("--only", "", help="letters of parts, or names, by comma")
+    parser.add("--only", "", help="letters of parts, or words in their names, by comma")
     parser.add("--quality-seconds", 300.0, help="of training, for the runs of time to quality that share the GPU")
     for name, what in {**FOLDERS, **PYTHONS}.items():
         parser.add(f"--{name}", "", help=what)
@@ -202,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given |= {"folder": str(folder), "work": str(work)}
         only = options.only.split(",") if options.only else []
         parts = smoke_plan() if options.smoke else plan(options.quality_seconds)
-        parts = [part for part in parts if not only or part.letter in only or part.name in only]
+        parts = [part for part in parts if not only or is_one_of(part, only)]
         if not options.list:
             run_parts(parts, given, folder, options.limit_s, is_retried=options.retry)
         if not options.list:

@@ -60,17 +60,18 @@ def cell(letter: str, load: str, mode: str, expected_s: float, options: str = "-
     return part(letter, f"{load}/{mode}", command, expected_s, expected_s + 120)
 
 
-MODES = ("barrier", "0", "2", "4")
+AT_A_TIME, CALLS = 5, 3
+"""Runs of time to quality that share the GPU, and how often, for five modes and three seeds."""
 FIFTH_OF_A_GPU = "--points 8 --set engine.cache_gb=4 --set engine.slots=1024 --set learner.micro_batch_tokens=8192"
 ALONE_S, TRL_S = 45, 80
 """Of training, for the run that has the GPU to itself, and for TRL's."""
 
 
-def together(seed: int, seconds: float) -> Part:
-    """All modes of a seed at the same time."""
-    command = f"time_to_quality run {{folder}}/quality-together.jsonl --together {len(MODES)} --modes {','.join(MODES)}"
-    command += f" --seeds {seed} --seconds {seconds:g} --set model.path={{model}} {FIFTH_OF_A_GPU}"
-    return part("c", f"quality, seed {seed}, {seconds:g} s, together", command, seconds + 90, seconds + 180)
+def together(call: int, seconds: float) -> Part:
+    """As many of all runs that are missing as the GPU has room for at a time."""
+    command = f"time_to_quality run {{folder}}/quality-together.jsonl --together {AT_A_TIME} --minutes {{minutes}}"
+    command += f" --seconds {seconds:g} --set model.path={{model}} {FIFTH_OF_A_GPU}"
+    return part("c", f"quality {seconds:g} s, {call} of {CALLS} together", command, seconds + 95, seconds + 180)
 
 
 def alone_on_the_gpu(mode: str, seed: int) -> Part:
@@ -114,7 +115,7 @@ def _decoding() -> Iterator[Part]:
 
 
 def _quality(seconds: float) -> Iterator[Part]:
-    yield together(0, seconds)
+    yield together(1, seconds)
     yield alone_on_the_gpu("2", 0)
     large = f"end_to_end_trl --folder {END_TO_END} --rollouts 512 --steps 1 --search-s 200"
     yield part("c", "TRL, 512 rollouts", f"{{trl}} {large}", 460, 510)
@@ -122,7 +123,7 @@ def _quality(seconds: float) -> Iterator[Part]:
     yield part("c", "TRL, its settings", f"{search} --trl-python {{trl}} --trl-search-s 300", 320, 420)
     yield alone_on_the_gpu("trl", 0)
     for seed in (1, 2):
-        yield together(seed, seconds)
+        yield together(seed + 1, seconds)
         yield from (alone_on_the_gpu(mode, seed) for mode in ("2", "trl"))
 
 

@@ -93,11 +93,18 @@ def run(
     say("every cell is done")
 
 
-def run_together(file: Path, settings: TimedSettings, cells: Sequence[TimedCell], num: int) -> None:
+def run_together(
+    file: Path, settings: TimedSettings, cells: Sequence[TimedCell], num: int, *, minutes: float = math.inf
+) -> None:
     """`num` at a time, each in a process of its own that writes its words to a file of its own. They share the GPU: their
-    seconds are those of a part of it. A cell that fails is left out, and its last words are shown."""
+    seconds are those of a part of it. A cell that fails is left out, and its last words are shown. No cell begins that would
+    not end in time."""
+    began = time.monotonic()
 
     def run_one(cell: TimedCell) -> None:
+        if time.monotonic() - began + expected_s(settings, cell) > 60 * minutes:
+            say(f"{cell}: left, the time is over")
+            return
         own = [f"--modes={cell.mode}", f"--seeds={cell.seed}", f"--recipe={settings.recipe}"]
         own += [f"--seconds={settings.seconds}", f"--points={settings.points}"]
         own += [f"--trl-seconds={settings.trl_seconds}"] if settings.trl_seconds is not None else []
@@ -200,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 options.trl_set = [*fastest_of_trl(options, settings), *options.trl_set]
             trl: dict[str, Any] = {"trl_python": options.trl_python, "trl_changes": options.trl_set}
             if options.together > 1:
-                run_together(options.file, settings, cells, options.together)
+                run_together(options.file, settings, cells, options.together, minutes=options.minutes)
             else:
                 run(options.file, settings, cells, minutes=options.minutes, runs=options.runs, **trl)
         case "report" if options.json:

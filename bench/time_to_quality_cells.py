@@ -12,7 +12,7 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +48,17 @@ class TimedSettings(Struct, frozen=True, kw_only=True):
     """What TRL trains for. None: as long as the other modes."""
     is_split_by_prompt: bool = False
     """Whether no held-out prompt was trained: files from before 19 November 2026 have a split of tasks, which may repeat."""
+
+    def is_comparable(self, other: TimedSettings) -> bool:
+        """A model is known by the name of its folder, wherever that is."""
+        return structs.replace(self, changes=_without_folder(self.changes)) == structs.replace(
+            other, changes=_without_folder(other.changes)
+        )
+
+
+def _without_folder(changes: Sequence[str]) -> tuple[str, ...]:
+    model = "model.path="
+    return tuple(model + Path(one.removeprefix(model)).name if one.startswith(model) else one for one in changes)
 
 
 class TimedCell(NamedTuple):
@@ -255,7 +266,7 @@ def read_results(file: Path, settings: TimedSettings | None = None) -> dict[Time
     results = [msgspec.json.decode(line, type=TimedResult) for line in lines]
     for result in results:
         settings = settings or result.settings
-        if result.settings != settings:
+        if not result.settings.is_comparable(settings):
             raise SystemExit(
                 f"{file}: {result.cell} was made with {result.settings}, and others with {settings}: results of the two "
                 "cannot be compared. Choose another file"

@@ -83,3 +83,8 @@ def test_every_part_fits_into_a_call_of_nine_minutes_and_has_a_name_of_its_own()
     ] == []
     letters = [part.letter for part in parts]
     assert letters == sorted(letters) and set(letters) == set("abcdefg")
+
+
+def test_parts_are_chosen_by_letters_and_by_words_in_their_names() -> None:
+    chosen = [part.name for part in plan(300.0) if one_gpu.is_one_of(part, ["b", "log-normal", "1 of 3"])]
+    assert len(chosen) == 6 and chosen[-1] == "quality 300 s, 1 of 3 together"

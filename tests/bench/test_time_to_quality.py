@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -31,6 +32,7 @@ from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import open_publisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
 from modes import BARRIER, in_mode
+from one_gpu_parts import AT_A_TIME, BENCH, plan
 from task_survey import small, steps_of_sum
 from time_to_quality import SMOKE, config_of, missing, run, run_together, seeds_of
 from time_to_quality_cells import (
@@ -188,10 +190,55 @@ def test_cells_that_are_in_the_file_are_not_measured_again(tmp_path: Path) -> No
     ]
     with pytest.raises(SystemExit, match="cannot be compared"):
         read_results(file, replace(SETTINGS, seconds=50.0))
+    with pytest.raises(SystemExit, match="cannot be compared"):
+        read_results(file, replace(SETTINGS, changes=(*SMOKE, "model.path=/a/model")))
     assert seeds_of("0-2") == seeds_of("0,1,2") == [0, 1, 2]
 
 
+def test_a_model_may_lie_in_another_folder_when_a_file_is_continued(tmp_path: Path) -> None:
+    file, here = tmp_path / "cells.jsonl", replace(SETTINGS, changes=("model.path=SmolLM2", "engine.slots=8"))
+    add_result(file, replace(made_up("2", 0, 0.5), settings=here))
+    there = replace(here, changes=("model.path=/elsewhere/SmolLM2", "engine.slots=8"))
+    assert missing(file, there, ("2", "4"), [0]) == [TimedCell("4", 0)]
+    with pytest.raises(SystemExit, match="cannot be compared"):
+        read_results(file, replace(here, changes=("model.path=/elsewhere/Qwen3", "engine.slots=8")))
+
+
+def test_bench_one_gpu_continues_the_cells_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[list[TimedCell]] = []
+    for name in ("run", "run_together"):
+        monkeypatch.setattr(time_to_quality, name, lambda file, settings, cells, *_, **__: left.append(cells))
+    given = {"model": "/elsewhere/SmolLM2-135M-Instruct", "folder": str(tmp_path)}
+    parts = {part.name: part for part in plan(300.0)}
+    for name, recorded, part in (
+        ("together", "smollm2", "quality 300 s, 1 of 3 together"),
+        ("alone", "trl", "quality 2/0, alone"),
+    ):
+        shutil.copy(BENCH / f"time_to_quality_{recorded}.jsonl", tmp_path / f"quality-{name}.jsonl")
+        time_to_quality.main(parts[part].words(given, 500.0)[2:])
+    assert len(left[0]) <= AT_A_TIME and left[1] == [TimedCell("2", 0)]
+
+
 # ---- the report ----------------------------------------------------------------------------------------------------------
+
+
+def test_together_no_cell_begins_that_would_not_end_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Sequence[str]] = []
+
+    def take_long(words: Sequence[str], **_: Any) -> SimpleNamespace:
+        started.append(words)
+        clock.now += 200.0
+        return SimpleNamespace(returncode=0)
+
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(time_to_quality, "time", clock)
+    monkeypatch.setattr(time_to_quality.subprocess, "run", take_long)
+    cells = missing(tmp_path / "cells.jsonl", SETTINGS, ("2",), [0, 1, 2])
+    run_together(tmp_path / "cells.jsonl", SETTINGS, cells, 1, minutes=7.0)
+    assert len(started) == 2, "each is expected to take 190 s of 420, and takes 200"
+    assert "max_lag 2, seed 2: left, the time is over" in capsys.readouterr().err
 
 
 def test_cells_that_run_together_are_processes_with_the_settings_of_the_file(
