@@ -96,9 +96,9 @@ def run(
 def run_together(
     file: Path, settings: TimedSettings, cells: Sequence[TimedCell], num: int, *, minutes: float = math.inf
 ) -> None:
-    """`num` at a time, each in a process of its own that writes its words to a file of its own. They share the GPU: their
-    seconds are those of a part of it. A cell that fails is left out, and its last words are shown. No cell begins that would
-    not end in time."""
+    """`num` at a time, each in a process of its own whose output goes to a file of its own. They share the GPU: their
+    seconds are those of a part of it. A cell that fails is left out, and the end of its output is shown. No cell begins that
+    would not end in time."""
     began = time.monotonic()
 
     def run_one(cell: TimedCell) -> None:

@@ -151,6 +151,21 @@ def test_a_scorer_in_a_process_has_the_dtype_and_the_adapters_of_its_model(tmp_p
     asyncio.run(closing(remote, program()))
 
 
+def test_a_scorer_of_this_process_lets_go_of_the_weights_of_another_once_it_has_read_them(
+    tmp_path: Path, outbox: WeightsPublisher
+) -> None:
+    """Those that a learner's process has on a GPU have two places, and the next version needs one of them."""
+    rows, followed = make_rows(VOCABULARY), make("qwen3", seed=1)
+    scorer, weights = TorchScorer(make("qwen3"), temperature=TEMPERATURE), staged(outbox, followed)
+
+    async def program() -> None:
+        await scorer.load(weights)
+        assert not weights.is_fetched
+        assert same(await scorer.score(rows), await TorchScorer(followed, temperature=TEMPERATURE).score(rows))
+
+    asyncio.run(program())
+
+
 def test_a_scorer_that_is_killed_while_it_scores_answers_all_the_same_under_the_weights_that_it_followed(
     tmp_path: Path, outbox: WeightsPublisher, quick: None
 ) -> None:

@@ -51,6 +51,21 @@ def test_an_episode_has_its_parts_and_turns() -> None:
     assert {part.reward for part in result.parts} == {0.5}
 
 
+@pytest.mark.parametrize(("logprobs", "versions"), [((-0.5,), (3, 3)), ((-0.5, -0.5), (3,)), ((), ())])
+def test_an_answer_that_lacks_a_log_probability_or_a_version_of_a_token_ends_the_run(
+    logprobs: tuple[float, ...], versions: tuple[int, ...]
+) -> None:
+    async def careless(request: Request) -> Completion:
+        return Completion(tokens=(7, 8), logprobs=logprobs, versions=versions, finish=Finish.STOP)
+
+    async def one_turn(context: Context) -> float:
+        await context.generate([1])
+        return 0.5
+
+    with pytest.raises(EngineError, match=f"2 tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"):
+        run_virtual(played(one_turn, careless))
+
+
 def three_turns(reward: Any) -> Play:
     """The first part, another agent's, the first again."""
 

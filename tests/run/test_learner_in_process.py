@@ -19,7 +19,10 @@ from millstream.errors import ConfigError
 from millstream.events import Event, Stepped
 from millstream.run import build
 from millstream.run.config import RunConfig
+from millstream.run.replay import ReplayedLearner
 from millstream.run.sizes import CPU, ModelDevice, with_process
+from millstream.types import Weights
+from millstream.weights.remote import RemoteChannel
 from millstream.weights.transfer.remote_weights import RemoteWeights
 from support.runs import ROOT, step_rows
 
@@ -72,6 +75,13 @@ def test_in_lockstep_its_run_gives_the_weights_of_one_process_bit_for_bit(
     assert audit(tmp_path / "apart/run").is_clean
 
 
+def kill_learners() -> list[int]:
+    ranks = [one for one in psutil.Process().children(recursive=True) if "rank_worker" in " ".join(one.cmdline())]
+    for rank in ranks:
+        rank.kill()
+    return [rank.pid for rank in ranks]
+
+
 class Killer:
     """Kills the learner's process after the second step."""
 
@@ -80,17 +90,38 @@ class Killer:
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Stepped) and event.version == 2:
-            ranks = [
-                one for one in psutil.Process().children(recursive=True) if "rank_worker" in " ".join(one.cmdline())
-            ]
-            for rank in ranks:
-                self.killed.append(rank.pid)
-                rank.kill()
+            self.killed += kill_learners()
 
 
-def test_a_killed_learner_is_replaced_and_engines_get_the_weights_that_it_had_staged(
-    tmp_path: Path, published: list[Any]
+def test_engines_get_a_version_that_was_lost_with_the_learner_before_they_had_fetched_it(
+    tmp_path: Path, published: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    publish, weights_of = RemoteChannel.publish, ReplayedLearner.weights_of
+    killed, staged_again = list[int](), list[int]()
+
+    def lose(weights: RemoteWeights) -> None:
+        """The process that has staged them, and the memory that they are in."""
+        killed.extend(kill_learners())
+        Path(weights.ref.path).unlink()
+
+    async def publish_and_lose(self: RemoteChannel, version: int, weights: Weights) -> None:
+        await publish(self, version, weights)
+        if version == 2 and isinstance(weights, RemoteWeights):
+            lose(weights)
+
+    async def stage_again(self: ReplayedLearner, version: int) -> Weights | None:
+        staged_again.append(version)
+        return await weights_of(self, version)
+
+    monkeypatch.setattr(RemoteChannel, "publish", publish_and_lose)
+    monkeypatch.setattr(ReplayedLearner, "weights_of", stage_again)
+    train(config_of(tmp_path, "pipeline.steps=4", "checkpoint.every_steps=1"))
+    assert len(killed) == 1 and staged_again == [2]
+    assert [row["step"] for row in step_rows(tmp_path / "run")][-1] == 4
+    assert audit(tmp_path / "run").is_clean
+
+
+def test_a_killed_learner_is_replaced(tmp_path: Path, published: list[Any]) -> None:
     killer = Killer()
     train(config_of(tmp_path, "pipeline.steps=6", "checkpoint.every_steps=1"), sinks=[killer])
     assert len(killer.killed) == 1
@@ -111,7 +142,9 @@ def test_adapters_begin_with_what_the_warm_up_has_trained(tmp_path: Path, publis
 
 
 def test_a_run_that_only_keeps_rollouts_has_no_learner_to_start(tmp_path: Path, published: list[Any]) -> None:
-    train(config_of(tmp_path, "pipeline.rollouts_only=true", "pipeline.steps=1"))
+    config = config_of(tmp_path, "pipeline.rollouts_only=true", "pipeline.steps=1")
+    assert not build.has_learner_process(config, "cuda", config.learner)
+    train(config)
     assert not any(isinstance(weights, RemoteWeights) for weights in published)
     assert audit(tmp_path / "run").is_clean
 

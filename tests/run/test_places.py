@@ -435,6 +435,11 @@ def test_the_driver_s_tool_names_the_gpus_that_can_be_seen(tmp_path: Path, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8f")
     assert [gpu.name for gpu in visible_gpus()] == ["3", "GPU-8f"]
     assert "--id=3,GPU-8f" in (tmp_path / "asked").read_text()
+    tool.write_text("#!/bin/sh\necho 1000, Exclusive_Process\necho 2000, Default\n")
+    assert [(gpu.free_bytes, gpu.is_exclusive) for gpu in visible_gpus()] == [
+        (1000 * 2**20, True),
+        (2000 * 2**20, False),
+    ]
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert [(gpu.name, gpu.free_bytes) for gpu in visible_gpus()] == [("3", None), ("GPU-8f", None)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

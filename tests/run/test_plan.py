@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 import msgspec
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from millstream.cli.main import app
 from millstream.config import load, to_toml
+from millstream.engine import EngineConfig
 from millstream.errors import ConfigError
 from millstream.events import Sizes, SizesChosen
 from millstream.events.sinks import JsonlSink
@@ -233,6 +234,28 @@ def test_what_is_advised_for_a_model_that_does_not_fit_is_checked_with_the_rollo
     with pytest.raises(ConfigError, match=r"Type --set learner\.micro_batch_tokens=auto"):
         planner("8xH100", 8, tokens=10_000_000)
     assert planner("8xH100", 8).places
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline": PipelineConfig(steps=1, groups_per_step=4, max_lag=0)},
+        {"engine": EngineConfig(replicas=2)},
+        {"learner": LearnerConfig(ranks=2)},
+    ],
+    ids=str,
+)
+def test_memory_on_one_gpu_is_that_of_the_planned_run_whatever_the_config_says(changes: dict[str, Any]) -> None:
+    """A small model: its planned run has processes."""
+    gpus, placed = parse_gpus("1xH100"), Placed(ranks=1, engines=1, is_shared=True)
+    small = shape_from({"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "vocab_size": 49152})
+    assert small is not None
+
+    def fitted(config: RunConfig) -> float:
+        return fit_memory(config, small, gpus, placed, longest_request=1000, batch_tokens=1e5).cache_gb
+
+    threads = fitted(structs.replace(config(), engine=EngineConfig(process=False)))
+    assert fitted(structs.replace(config(), **changes)) == fitted(config()) < threads
 
 
 def test_an_engine_whose_weights_one_gpu_cannot_hold_is_named() -> None:

@@ -4,6 +4,7 @@ rank that its setup names."""
 from __future__ import annotations
 
 import asyncio
+import math
 import platform
 import sys
 import tomllib
@@ -28,9 +29,9 @@ from millstream.events.sinks import MemorySink
 from millstream.learner.messages import RankPlace
 from millstream.learner.share import own_device
 from millstream.rpc.process import Kind, Launcher, LocalLauncher, engine_names
-from millstream.run import build, build_scorers
+from millstream.run import build, build_scorers, sizes, weight_ways
 from millstream.run.backend import BackendContext, LocalBackend
-from millstream.run.check import check_combinations
+from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig, is_model_on_host
 from millstream.run.device import find_device, with_places
 from millstream.run.places import Gpu, Machine, Places, parse_machine, place
@@ -54,6 +55,7 @@ SEVEN_B = {
     "intermediate_size": 18944,
     "vocab_size": 152064,
 }
+SMALL_SHAPE = shape_from({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100})
 SMALL = "[model.tiny]\n[rollout]\nmax_tokens = 8\n[data]\ntoy = 'sort_digits'\nsize = 64\nholdout = 0\n"
 
 
@@ -164,6 +166,45 @@ def test_on_one_gpu_engine_and_learner_are_processes_that_pass_weights_through_i
     assert started[0].setup["first"] == started[1].setup["weights"], "both begin with one staged copy"
 
 
+@pytest.mark.parametrize(
+    ("text", "limit", "are_processes"),
+    [
+        ("", 1e9, True),
+        ("", 1.0, False),
+        ("[pipeline]\nmax_lag = 0", 1e9, False),
+        ("[engine]\nprocess = true", 1.0, True),
+    ],
+    ids=["small", "large", "small, lockstep", "large, as typed"],
+)
+def test_on_one_gpu_a_small_model_is_given_processes_at_the_start(
+    text: str, limit: float, are_processes: bool,
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sizes, "SMALL_MODEL", limit)
+    prepared = Faked(monkeypatch, ["0"]).prepare(text, tmp_path)
+    assert prepared.sizes.has_processes is are_processes
+    assert (prepared.config.engine.process is True) == are_processes
+    if are_processes:
+        started = asyncio.run(all_started(prepared, recorder, tmp_path))
+        assert [one.target for one in started] == [ENGINE, RANK]
+
+
+def test_ways_of_weights_are_checked_once_the_size_of_the_model_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the hub has none before it is loaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(weight_ways, "find_shape", lambda config: None)
+    faked, text = Faked(monkeypatch, ["0"]), "[resources]\nweights = ['shared']"
+    one = Machine(nodes=((Gpu(name="0", free_bytes=80e9),),))
+    assert any("not checked: resources.weights" in line for line in check_config(config_of(text), machine=one).findings)
+    assert faked.prepare(text, tmp_path).config.engine.process
+    monkeypatch.setattr(sizes, "SMALL_MODEL", 1.0)
+    with pytest.raises(ConfigError, match=r"the engine is a thread of the run: set engine\.process = true"):
+        faked.prepare(text, tmp_path)
+
+
 def test_scorers_of_a_driver_whose_model_is_in_the_host_s_memory_are_where_the_learner_is_or_the_config_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,6 +274,37 @@ def test_on_wsl_no_process_is_expected_to_open_the_memory_of_another_on_the_gpu(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6e9, 8e9))
     monkeypatch.setattr(platform, "release", lambda: release)
     assert build.measure_device(config_of("")).is_shareable == is_shareable
+    here = Machine(nodes=((Gpu(name="0", free_bytes=5e9),),))
+    assert find_device(config_of(""), here).is_shareable == is_shareable, "a dry run knows it, too"
+    assert find_device(config_of(""), parse_machine("1xH100")).is_shareable, "another machine"
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_that_expand_are_not_expected_to_be_opened_by_other_processes(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Machine(nodes=((Gpu(name="0", free_bytes=5e9),),))
+    for value, is_shareable in (("max_split_size_mb:512", True), ("a:1, Expandable_Segments: True", False)):
+        monkeypatch.setenv(variable, value)
+        assert find_device(config_of(""), here).is_shareable == is_shareable
+
+
+def test_engines_with_gpus_of_their_own_are_known_where_no_memory_is() -> None:
+    unknown = Machine(nodes=((Gpu(name="0"), Gpu(name="1")),))
+    config, places = place(config_of(""), unknown)
+    for found in (ModelDevice(is_gpu=True), ModelDevice(is_gpu=True, free_bytes=80e9)):
+        device = with_places(found, places)
+        assert device.engine_bytes == (found.free_bytes or math.inf), "GPUs of one machine are taken to be alike"
+        assert sizes.with_process(config, device, SMALL_SHAPE) is config
+        assert choose_sizes(config, device, SMALL_SHAPE).free_gb == (80.0 if found.free_bytes else None)
+
+
+def test_on_a_gpu_for_one_process_a_small_model_has_threads() -> None:
+    for is_exclusive in (False, True):
+        one = Machine(nodes=((Gpu(name="0", free_bytes=80e9, is_exclusive=is_exclusive),),))
+        config, places = place(config_of(""), one)
+        device = with_places(find_device(config, one), places)
+        assert sizes.with_process(config, device, SMALL_SHAPE).engine.process is (None if is_exclusive else True)
 
 
 @pytest.mark.parametrize("is_warm", [False, True])

@@ -24,8 +24,9 @@ from millstream.model.load import model_weights
 from millstream.model.lora import LoraConfig
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig
-from millstream.run.places import Gpu, Machine, local_ways, place
+from millstream.run.places import Gpu, Machine, place
 from millstream.run.sizes import ModelDevice, choose_sizes, shape_from
+from millstream.run.weight_ways import local_ways
 from millstream.weights.transfer import Delivery, publisher
 from millstream.weights.transfer.device_memory import DeviceBuffers
 from millstream.weights.transfer.fetcher import WeightsFetcher
@@ -57,6 +58,11 @@ def node(number: int) -> Machine:
 def ways(text: str, weights: str, gpus: int) -> tuple[str, ...]:
     config, places = place(run(text, weights), node(gpus))
     return local_ways(config, places, is_gpu=gpus > 0)
+
+
+def test_where_processes_cannot_open_each_other_s_gpu_memory_weights_pass_through_the_host_s() -> None:
+    config, places = place(run(PROCESS), node(1))
+    assert local_ways(config, places, is_gpu=True, is_shareable=False) == ("shared",)
 
 
 @pytest.mark.parametrize(

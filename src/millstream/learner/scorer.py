@@ -18,6 +18,7 @@ from millstream.model.concurrent import shield_from_tracers
 from millstream.model.policy import Policy
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, TrainRow, Weights
+from millstream.weights.transfer.remote_weights import RemoteWeights
 
 
 class ScorerRank:
@@ -67,7 +68,12 @@ class TorchScorer:
         return scores
 
     async def load(self, weights: Weights) -> None:
-        await self._thread.call(lambda: self.rank.load(weights))
+        await self._thread.call(lambda: self._load(weights))
+
+    def _load(self, weights: Weights) -> None:
+        self.rank.load(weights)
+        if isinstance(weights, RemoteWeights):  # the process that has staged them needs the place
+            weights.release()
 
     async def close(self) -> None:
         """Let the work in hand finish."""

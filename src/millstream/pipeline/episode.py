@@ -229,7 +229,14 @@ class EpisodePart:
         return completion
 
     def add_turn(self, tokens: Sequence[int], completion: Completion) -> None:
-        """A finished turn: what was shown before it, and what was sampled."""
+        """A finished turn: what was shown before it, and what was sampled. Raises `EngineError` for an answer that lacks the
+        log-probability or the version of a token."""
+        found = len(completion.tokens), len(completion.logprobs), len(completion.versions)
+        if len(set(found)) > 1:
+            raise EngineError(
+                "an engine answered with {} tokens, {} log-probabilities and {} versions: expected one of each for every "
+                "token. To test an engine of your own, type millstream check engine NAME".format(*found)
+            )
         self._tokens += [*tokens, *completion.tokens]
         self._num_shown.append(len(tokens))
         self._earned.append(0.0)

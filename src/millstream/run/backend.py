@@ -33,10 +33,12 @@ from millstream.run import build
 from millstream.run.build import HttpServers
 from millstream.run.build_scorers import DurableCritic, Scorers, StageProcesses, build_scorers
 from millstream.run.config import RunConfig, scheduled_engine, uses_lines
+from millstream.run.device import is_gpu_memory_shareable
 from millstream.run.outside import build_outside_engine
-from millstream.run.places import Places, local_ways
+from millstream.run.places import Places
 from millstream.run.replay import ReplayedLearner
 from millstream.run.rollout_worker import plan_workers
+from millstream.run.weight_ways import local_ways
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
 from millstream.store.client import StoreClient
@@ -295,7 +297,12 @@ class LocalEngines:
         return bool(self._places.engines) or build.has_process(self._config, self._device)
 
     def _delivery(self) -> Delivery:
-        ways = local_ways(self._run_config, self._places, is_gpu=self._device == "cuda")
+        ways = local_ways(
+            self._run_config,
+            self._places,
+            is_gpu=self._device == "cuda",
+            is_shareable=is_gpu_memory_shareable(),
+        )
         folder = self._context.folder
         return Delivery(ways=ways, files=str((folder / "weights").absolute()) if "files" in ways else None)
 

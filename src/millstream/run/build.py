@@ -4,7 +4,6 @@ and nowhere else. Imports torch."""
 from __future__ import annotations
 
 import gc
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +62,7 @@ from millstream.run.config import (
     may_learn_in_process,
     server_token,
 )
-from millstream.run.device import find_device, find_machine, on_cluster
+from millstream.run.device import find_device, find_machine, gpu_device, on_cluster
 from millstream.run.places import Gpu, Machine
 from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
 from millstream.run.text import TokenizerText
@@ -135,8 +134,7 @@ def measure_device(config: RunConfig) -> ModelDevice:
         return found
     gc.collect()  # the parts of an earlier run in this process
     torch.cuda.empty_cache()
-    free_bytes, is_wsl = float(torch.cuda.mem_get_info()[0]), "microsoft" in platform.release().lower()
-    return ModelDevice(is_gpu=True, free_bytes=free_bytes, is_shareable=not is_wsl)
+    return gpu_device(float(torch.cuda.mem_get_info()[0]))
 
 
 def find_machine_here(config: RunConfig) -> Machine | None:

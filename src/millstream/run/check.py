@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from millstream.algo import advantage_of, check_algorithm, needs_critic, reads_proximal
-from millstream.cluster.resources import ResourcesConfig, placement_lines, stage_lines, ways_in_words
+from millstream.cluster.resources import ResourcesConfig, placement_lines, stage_lines
 from millstream.config import to_toml
 from millstream.engine.vllm.config import VllmConfig, check_args, check_installed, is_installed
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, check_environments
@@ -34,21 +34,20 @@ from millstream.run.check_machine import PlayedTasks, check_answers, checked_dis
 from millstream.run.check_outside import check_outside, checked_outside
 from millstream.run.check_workers import check_workers
 from millstream.run.config import RunConfig, server_token, weight_ways
-from millstream.run.device import find_device, find_shape, heads_of, with_places
+from millstream.run.device import find_shape, heads_of
 from millstream.run.folder import check_free
 from millstream.run.own_parts import check_own_parts, checked_own_parts
 from millstream.run.places import (
     Machine,
     check_heads,
     check_model_fits,
-    local_ways,
     place,
     placed_bundles,
     stage_numbers,
 )
-from millstream.run.sizes import with_process
 from millstream.run.tracking.config import alert_url, check_traces, check_trackers, listening_socket, split_address
 from millstream.run.train_again import recorded_batches
+from millstream.run.weight_ways import checked_ways
 
 MAX_LOOKED_AT = 1000  # tasks among which those with a gold answer are looked for
 MAX_TRIED = 8  # tasks that a reward may fail before it is refused
@@ -475,13 +474,11 @@ def _checked_places(machine: Machine | None, config: RunConfig) -> Iterator[str]
     check_heads(config.engine, heads_of(config))
     placed, places = place(config, machine)
     if machine is not None:
-        check_model_fits(placed, machine, shape := find_shape(config))
-        placed = with_process(placed, with_places(find_device(config, machine), places), shape)
+        check_model_fits(placed, machine, find_shape(config))
     if config.runtime != "ray":
         yield from [f"checked: {places.words()}"] if places.words() else []
         if machine is not None and (places.engines or config.resources.weights is not None):
-            ways = local_ways(placed, places, is_gpu=find_device(config, machine).is_gpu)
-            yield f"checked: {ways_in_words(ways)}"
+            yield checked_ways(machine, placed, places)
         return
     lines = placement_lines(
         placed.resources,

@@ -396,6 +396,6 @@ def _absolute(path: str | None) -> str | None:
 
 
 def weight_ways(config: RunConfig, *, is_one_node: bool) -> tuple[TransferWay, ...]:
-    """The ways in which weights reach engines on a cluster: see `resources.ways_of`; without Ray `places.local_ways`."""
+    """The ways in which weights reach engines on a cluster: see `resources.ways_of`; without Ray `weight_ways.local_ways`."""
     ranks, has_proximal = config.learner.ranks, config.proximal is not None
     return ways_of(config.resources, ranks=ranks, has_proximal=has_proximal, is_one_node=is_one_node)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import platform
 import shutil
 import subprocess
 from contextlib import suppress
@@ -28,8 +30,10 @@ from millstream.run.sizes import (
     tiny_shape,
     with_process,
 )
+from millstream.store.segments import free_shared_memory
 
-QUERY = ["--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+QUERY = ["--query-gpu=memory.free,compute_mode", "--format=csv,noheader,nounits"]
+EXCLUSIVE = "exclusive"  # of the modes in which one process alone can use a GPU
 MEBIBYTE = 2**20
 QUERY_S = 10.0
 PROCESS_BYTES = 0.6e9  # of the interpreter with its libraries
@@ -92,12 +96,34 @@ def on_cluster(config: RunConfig) -> ModelDevice:
 
 
 def with_places(device: ModelDevice, places: Places) -> ModelDevice:
-    """Where engines have GPUs of their own: the memory of the smallest share of one."""
-    used = [gpus[0] for gpus in places.engines if gpus[0].free_bytes is not None]
-    if not used or device.free_bytes is None:
+    """Where engines have GPUs of their own: the memory of the smallest share of one. Where it is not known, GPUs of one machine
+    are taken to be alike."""
+    if any(gpu.is_exclusive for gpu in places.ranks):
+        device = structs.replace(device, is_shareable=False)
+    used = [gpus[0] for gpus in places.engines]
+    if not used:
         return device
-    shares = [(gpu.free_bytes or 0.0) / used.count(gpu) for gpu in used]
+    like = math.inf if device.free_bytes is None else device.free_bytes
+    shares = [(like if gpu.free_bytes is None else gpu.free_bytes) / used.count(gpu) for gpu in used]
     return structs.replace(device, engine_bytes=min(shares))
+
+
+def is_gpu_memory_shareable() -> bool:
+    """Whether other processes can open what this one has on a GPU. Not on WSL; and what the allocator keeps in segments that
+    expand is opened in a way that containers refuse."""
+    is_wsl = "microsoft" in platform.release().lower()
+    settings = (os.environ.get("PYTORCH_ALLOC_CONF", ""), os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return not is_wsl and not any("expandable_segments:true" in one.lower().replace(" ", "") for one in settings)
+
+
+def gpu_device(free_bytes: float | None) -> ModelDevice:
+    """A GPU of this machine."""
+    return ModelDevice(
+        is_gpu=True,
+        free_bytes=free_bytes,
+        is_shareable=is_gpu_memory_shareable(),
+        shared_bytes=free_shared_memory() or 0.0,
+    )
 
 
 def find_device(config: RunConfig, machine: Machine | None = None) -> ModelDevice:
@@ -105,8 +131,9 @@ def find_device(config: RunConfig, machine: Machine | None = None) -> ModelDevic
         return on_cluster(config)
     gpus = () if config.model.device == "cpu" else visible_gpus() if machine is None else machine.gpus
     if not gpus:
-        return ModelDevice(is_gpu=True) if config.model.device == "cuda" else CPU
-    return ModelDevice(is_gpu=True, free_bytes=gpus[0].free_bytes)
+        return gpu_device(None) if config.model.device == "cuda" else CPU
+    is_here = machine is None or not machine.is_described
+    return gpu_device(gpus[0].free_bytes) if is_here else ModelDevice(is_gpu=True, free_bytes=gpus[0].free_bytes)
 
 
 def find_machine(config: RunConfig) -> Machine | None:
@@ -126,11 +153,15 @@ def visible_gpus() -> tuple[Gpu, ...]:
         asked = subprocess.run(
             ["nvidia-smi", *QUERY, *which], capture_output=True, text=True, timeout=QUERY_S, check=True
         )
-        free = [float(line) * MEBIBYTE for line in asked.stdout.splitlines() if line.strip()]
+        lines = [line.partition(",") for line in asked.stdout.splitlines() if line.strip()]
+        found = [(float(free) * MEBIBYTE, EXCLUSIVE in mode.lower()) for free, _, mode in lines]
     except (OSError, subprocess.SubprocessError, ValueError):
         return () if visible is None else tuple(Gpu(name=name) for name in visible.split(","))
-    names = map(str, range(len(free))) if visible is None else visible.split(",")
-    return tuple(Gpu(name=name, free_bytes=found) for name, found in zip(names, free, strict=False))
+    names = map(str, range(len(found))) if visible is None else visible.split(",")
+    return tuple(
+        Gpu(name=name, free_bytes=free, is_exclusive=is_exclusive)
+        for name, (free, is_exclusive) in zip(names, found, strict=False)
+    )
 
 
 def has_gpu_device() -> bool:

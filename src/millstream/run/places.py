@@ -29,7 +29,6 @@ from millstream.rpc.process import engine_names, replica_names, shard_names
 from millstream.run.config import RunConfig, critic_of, reference_of
 from millstream.run.roofline import parse_gpus
 from millstream.run.sizes import Memory, ModelDevice, ModelShape, choose_dtype
-from millstream.weights import TransferWay
 
 ALONE_MEMORY = 0.9  # of a GPU that one vLLM has to itself
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -41,6 +40,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """As CUDA_VISIBLE_DEVICES names it: its number, or its UUID."""
     free_bytes: float | None = None
     """None: not known."""
+    is_exclusive: bool = False
+    """Whether only one process at a time can use it (its compute mode)."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -187,43 +188,6 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
     share = ALONE_MEMORY / -(-num // len(groups))
     places = structs.replace(places, engines=engines, spare=groups[num:])
     return structs.replace(config, engine=_with(engine, num, share)), places
-
-
-def local_ways(config: RunConfig, places: Places, *, is_gpu: bool) -> tuple[TransferWay, ...]:
-    """How weights reach engines that are processes of this machine. `is_gpu`: whether the learner is on one. By default through
-    the host's memory, or that of the GPU that both are on: from one GPU to another has not been measured. Raises `ConfigError`
-    for a way that cannot be used here."""
-    asked, engine = config.resources.weights, config.engine
-    is_one_gpu = is_gpu and not places.engines
-    if asked is None:
-        return ("ipc",) if is_one_gpu and engine.kind == "torch" else ("shared",)
-    if not is_gpu and (needing := [way for way in asked if way in ("ipc", "nccl")]):
-        raise ConfigError(
-            f'resources.weights has "{needing[0]}", which is for GPUs, and the run has none: use "shared"'
-        )
-    is_process = engine.process or (engine.process is None and not is_gpu)  # see `build.has_process`
-    if not places.engines and engine.kind != "vllm" and not (engine.kind == "torch" and is_process):
-        other = "the engine is a thread of the run: set engine.process = true, or leave it out"
-        raise ConfigError(
-            "resources.weights says how weights reach engines that are processes, and here "
-            + (other if engine.kind == "torch" else "the run starts no engine: leave it out")
-        )
-    if "ipc" in asked and not is_one_gpu:
-        raise ConfigError(
-            'resources.weights has "ipc", for processes on one GPU, and engines are on other GPUs than the learner: use "nccl" '
-            'or "shared"'
-        )
-    if "nccl" in asked and is_one_gpu:
-        raise ConfigError(
-            'resources.weights has "nccl", from one GPU to another, and engine and learner are on the same one: use "ipc" or '
-            '"shared"'
-        )
-    if asked == ("nccl",) and config.learner.ranks > 1:
-        raise ConfigError(
-            f'resources.weights = ["nccl"] with learner.ranks = {config.learner.ranks}: ranks write weights into the host\'s '
-            'memory, from which they are sent: set it to ["nccl", "shared"]'
-        )
-    return asked
 
 
 def _tables(config: RunConfig) -> dict[str, StageConfig]:

@@ -34,6 +34,7 @@ from millstream.run.sizes import (
     with_sizes,
 )
 from millstream.run.text import TokenizerText
+from millstream.run.weight_ways import local_ways
 from millstream.types import Sampling, Task
 
 
@@ -107,7 +108,7 @@ def prepare_run(
     device = with_places(build.measure_device(config), places)
     model, tokenizer = _driver_model(config, device, start)
     shape = _checked_shape(config, model, machine)
-    config = config if is_alone else with_process(config, device, shape)
+    config = config if is_alone else _decided(config, device, shape, recorded, places)
     sizes = choose_sizes(config, device, shape)
     config = with_sizes(config, sizes)
     if config.runtime == "local":
@@ -141,6 +142,16 @@ def prepare_run(
         warning=unknown_text(text, played),
     )
     return structs.replace(prepared, evaluations=tuple(prepare_evaluations(prepared)))
+
+
+def _decided(
+    config: RunConfig, device: ModelDevice, shape: ModelShape | None, recorded: Sizes | None, places: Places
+) -> RunConfig:
+    """Whether engine and learner are processes, and the config's ways of weights as the check could not know it."""
+    config = with_process(config, device, shape, recorded)
+    if config.runtime == "local" and config.resources.weights is not None:
+        local_ways(config, places, is_gpu=device.is_gpu)
+    return config
 
 
 def _with_passed(config: RunConfig, reward: PassedRewards | None, data_passed: PassedData | None) -> RunConfig:

@@ -141,7 +141,8 @@ def fit_memory(
     """The largest passes and cache that fit; layers are recomputed where the activations would not fit otherwise."""
     is_auto = config.learner.compile == "auto" and not config.learner.offload and placed.ranks == 1
     is_compiled = config.learner.is_compiled or is_auto
-    device = ModelDevice(is_gpu=True)
+    config = _placed(config, placed)
+    device = ModelDevice(is_gpu=True, free_bytes=gpus.kind.memory_gb * 1e9)
     has_processes = gpus.number == 1 and have_processes(with_process(config, device, shape), device)
     found = MemoryFit(lack_gb=math.inf)
     for is_recomputed in dict.fromkeys((config.learner.recompute, True)):
@@ -153,6 +154,16 @@ def fit_memory(
         if found.lack_gb <= 0:
             break
     return found
+
+
+def _placed(config: RunConfig, placed: Placed) -> RunConfig:
+    """With what a plan sets, as far as memory depends on it."""
+    return structs.replace(
+        config,
+        engine=structs.replace(config.engine, replicas=placed.engines),
+        learner=structs.replace(config.learner, ranks=placed.ranks),
+        pipeline=structs.replace(config.pipeline, lockstep=False),
+    )
 
 
 def _fit(

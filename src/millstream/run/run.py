@@ -70,6 +70,7 @@ from millstream.run.train_again import recorded_batches
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
 from millstream.weights import Publication
+from millstream.weights.transfer.remote_weights import RemoteWeights
 
 OWNER = "the run"
 """The owner of the waits of the phases."""
@@ -328,6 +329,8 @@ async def _warm_up(run: ActiveRun, fleet: Fleet, evaluator: Evaluator, config: W
         weights = await run.waits.on("warm-up", "the learner to copy weights", learner.weights())
         await run.waits.on("warm-up", "every engine to load its weights", fleet.load(0, weights))
         load_weights(model, weights)  # where the learner has changed another copy
+        if isinstance(weights, RemoteWeights):
+            weights.release()
         fleet.weights = Publication(0, trained_weights(model))  # that copy ends with the learner
     finally:
         run.end_grace()

@@ -66,12 +66,14 @@ SMALL_MODEL = 2.5e8  # parameters: 135M gains from processes of its own, 474M lo
 class ModelDevice(Struct, frozen=True, kw_only=True):
     """Where a run's model is. `free_bytes`: before the run has anything there; None: not known before it runs (a cluster).
     `engine_bytes`: of a GPU that engines have to themselves, for one of them; None: engines are where the model is.
-    `is_shareable`: whether other processes can open its memory, which is not so on WSL."""
+    `is_shareable`: whether several processes can use it, and open each other's memory there. `shared_bytes`: free memory of
+    the host that processes share; None: not known."""
 
     is_gpu: bool
     free_bytes: float | None = None
     engine_bytes: float | None = None
     is_shareable: bool = True
+    shared_bytes: float | None = None
 
 
 CPU = ModelDevice(is_gpu=False)
@@ -262,11 +264,14 @@ def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
     )
 
 
-def with_process(config: RunConfig, device: ModelDevice, shape: ModelShape | None) -> RunConfig:
+def with_process(
+    config: RunConfig, device: ModelDevice, shape: ModelShape | None, recorded: Sizes | None = None
+) -> RunConfig:
     """The config with an engine in a process of its own, and so a learner in another, on the GPU that they share, where the
     model is so small that the interpreter's lock holds up the GPU. Only where it was measured: one engine, one rank, no scorer.
-    A larger model is faster on threads of one process, whose kernels run at the same time. Raises `ConfigError` for a share of
-    the GPU, which divides it between threads."""
+    A larger model is faster on threads of one process, whose kernels run at the same time. `recorded`: the sizes that a resumed
+    run keeps: it gets no processes that it did not have. Raises `ConfigError` for a share of the GPU, which divides it between
+    threads."""
     engine, learner = config.engine, config.learner
     if config.runtime != "local" or not device.is_gpu or device.engine_bytes is not None:
         return config
@@ -279,9 +284,27 @@ def with_process(config: RunConfig, device: ModelDevice, shape: ModelShape | Non
     has_scorers = any((reference_of(config), critic_of(config), config.proximal))
     is_small = shape is not None and shape.parameters <= SMALL_MODEL
     is_measured = is_plain and is_one_rank and is_small and not has_scorers and not config.pipeline.is_in_lockstep
-    if not is_measured or not device.is_shareable:
+    if shape is None or not is_measured or not device.is_shareable:
         return config
-    return structs.replace(config, engine=structs.replace(engine, process=True))
+    if recorded is not None and not recorded.has_processes:
+        return config
+    apart = structs.replace(config, engine=structs.replace(engine, process=True))
+    return apart if _has_room_for(apart, config, device, shape) else config
+
+
+def _has_room_for(apart: RunConfig, config: RunConfig, device: ModelDevice, shape: ModelShape) -> bool:
+    """Whether processes, which need more memory, leave a cache for as many requests and passes as large as threads would have,
+    and fit. They begin with weights in the host's shared memory, of which a container may have little."""
+    dtype = choose_dtype(config, device)
+    if device.shared_bytes is not None and device.shared_bytes < BYTES[dtype] * shape.parameters:
+        return False
+    found, threads = choose_sizes(apart, device, shape), choose_sizes(config, device, shape)
+    memory = Memory(config, shape, dtype=dtype, is_compiled=threads.is_compiled)
+    requests, before = (
+        one.slots if one.cache_gb is None else _slots_for(one.cache_gb, memory, one.slots) for one in (found, threads)
+    )
+    is_smaller = requests < before or found.micro_batch_tokens < threads.micro_batch_tokens
+    return not is_smaller and not memory_warning(found)
 
 
 def have_processes(config: RunConfig, device: ModelDevice) -> bool:
@@ -366,9 +389,10 @@ class Memory:
 
     def processes(self, replicas: int, *, with_learner: bool) -> float:
         """Of engines, and perhaps a learner, that are processes on one GPU, beyond `fixed`: each has a context and all weights,
-        and so has the driver; versions are staged for engines in the GPU's memory."""
+        and so has the driver; versions are staged for engines in the GPU's memory. A learner's process stages what it
+        publishes: there are no other copies."""
         engines = replicas * (CONTEXT_BYTES + self.whole - self.engine) + NUM_STAGED * self.engine
-        return engines + (CONTEXT_BYTES + self.whole if with_learner else 0.0)
+        return engines + (CONTEXT_BYTES + self.whole - NUM_PUBLISHED * self.engine if with_learner else 0.0)
 
     def _learner(self, config: RunConfig) -> float:
         """All that does not depend on a size. Adapters share the model's weights."""

@@ -2,8 +2,8 @@
 
 A new transport is a `TransportStage` and a `TransportFetch` in a file of its own, one line in `transports.TRANSPORTS`, its name
 in `weights.base.TransferWay`, its words and default in `cluster/resources.py` (`TRANSFER_WORDS`, `ways_of`), and where it can
-be used without Ray in `run/places.py` (`local_ways`). One that needs a GPU is also named in `run/ray_backend.py` (`ON_HOST`)
-and in `publisher.py`.
+be used without Ray in `run/weight_ways.py` (`local_ways`). One that needs a GPU is also named in `run/ray_backend.py`
+(`ON_HOST`) and in `publisher.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class WeightsRef(Struct, frozen=True, kw_only=True):
     shown when a reference is printed."""
 
     version: int
+    """The number that the publisher was given: a run's version, or how often a learner's process has published."""
     serial: int
     """The number of earlier puts of the publisher: a version that is staged twice has two references."""
     layout: Layout
@@ -48,6 +49,11 @@ class WeightsRef(Struct, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         return self.layout.ends[-1]
+
+    @property
+    def of_node(self) -> str:
+        """In messages; empty without a cluster."""
+        return f" of node {self.node}" if self.node else ""
 
     def __repr__(self) -> str:
         return (

@@ -52,7 +52,8 @@ class WeightsFetcher:
                 logger.warning("version %d was not fetched by %s (%s)", ref.version, way, failure)
         if failures:
             raise WeightsUnreachable(
-                f"version {ref.version} of node {ref.node} could not be fetched; " + "; ".join(failures)
+                f"weights that were staged as number {ref.version}{ref.of_node} could not be fetched; "
+                + "; ".join(failures)
             )
         if ref.node == self.node:
             staged = f"on GPU {handle_in(ref).gpu}" if "ipc" in ref.offers else "on a GPU"

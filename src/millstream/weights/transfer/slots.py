@@ -168,7 +168,7 @@ def lock_slot(ref: WeightsRef) -> LockedSlot:
         descriptor = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise WeightsUnreachable(
-            f"{ref.path} cannot be opened ({error.strerror}): the publisher of node {ref.node} was closed, or its folder is "
+            f"{ref.path} cannot be opened ({error.strerror}): the publisher{ref.of_node} was closed, or its folder is "
             "not visible here"
         ) from error
     try:
