@@ -34,6 +34,8 @@ from report import Options, Row, alone, not_measured, publish, say
 
 Status = Literal["measured", "failed", "over its limit", "ended by the call's limit"]
 LOG_CHARACTERS = 2000
+TARGET = 0.65
+"""An accuracy that the runs of time to quality are compared at."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -173,7 +175,7 @@ def quality_rows(folder: Path) -> list[Row]:
     from time_to_quality_cells import read_results
     from time_to_quality_report import json_rows
 
-    rows = {path.stem.removeprefix("quality-"): json_rows(read_results(path), None) for path in paths}
+    rows = {path.stem.removeprefix("quality-"): json_rows(read_results(path), TARGET) for path in paths}
     return [structs.replace(row, workload=f"{row.workload}, {name}") for name, some in rows.items() for row in some]
 
 

@@ -8,7 +8,7 @@ rollouts. `run` adds a line to FILE for each cell that is not in it: it can be s
     .venv/bin/python bench/time_to_quality.py run FILE [--modes barrier,0,2,4] [--seeds 0-2] [--seconds 300] [--runs FOLDER]
         [--set model.path=FOLDER ...] [--minutes 9] [--together 5] [--trl-python PYTHON] [--trl-seconds 600]
         [--trl-set vllm_gpu_memory_utilization=0.4 ...] [--trl-search-s 300]
-    .venv/bin/python bench/time_to_quality.py report FILE [--target 0.5] [--json] [--docs docs]
+    .venv/bin/python bench/time_to_quality.py report FILE [--target 0.5] [--json] [--docs FOLDER]
     .venv/bin/python bench/time_to_quality.py --smoke [--json]
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 from internals import recipe
 from millstream import RunConfig
 from modes import MODES
-from report import ROOT, Options, publish, say
+from report import Options, publish, say
 from time_to_quality_cells import TimedCell, TimedSettings, add_result, read_results, run_cell
 from time_to_quality_report import json_rows, write_report
 from time_to_quality_trl import TRL, fastest, run_trl, seconds_of_trl
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     reporting.add_argument("file", type=Path)
     reporting.add_argument("--target", type=float, help="an accuracy. By default the highest that all modes reach")
     reporting.add_argument("--json", action="store_true", help="print rows, and write nothing")
-    reporting.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the figures go")
+    reporting.add_argument("--docs", type=Path, help="draw the figures, into this folder")
     options = parser.parse(argv)
     match options.command:
         case "run":

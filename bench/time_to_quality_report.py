@@ -153,12 +153,14 @@ def in_words(results: Results) -> str:
     )
 
 
-def write_report(results: Results, target: float | None, docs: Path) -> None:
-    """The table on standard output, and the figures in the folder."""
+def write_report(results: Results, target: float | None, docs: Path | None) -> None:
+    """The table on standard output, and the figures in the folder, if there is one."""
     if not results:
         raise SystemExit("the file has no cells: type `time_to_quality.py run FILE` first")
     target = default_target(results) if target is None else target
     print(f"{in_words(results)}\n\n{table(results, target)}")
+    if docs is None:
+        return
     for name, across, label in (
         ("time-to-quality-seconds.svg", seconds_of, "seconds of training"),
         ("time-to-quality-samples.svg", thousands_of, "thousand rollouts trained"),

@@ -74,4 +74,5 @@ def test_every_command_of_a_benchmark_that_is_shown_is_one_that_its_parser_takes
 def test_the_commands_of_pages_are_found() -> None:
     found = commands()
     assert len(found) > 60
-    assert "time_to_quality run FILE --modes 2 --seeds 2 --seconds 45 --trl-seconds 80 --points 9" in found
+    alone = "time_to_quality run FILE --modes 2 --seeds 2 --seconds 45 --trl-seconds 80 --points 9"
+    assert f"{alone} --set model.path=FOLDER/SmolLM2-135M-Instruct" in found

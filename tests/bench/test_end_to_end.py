@@ -332,7 +332,7 @@ def test_a_cell_that_is_not_measured_is_recorded_and_the_status_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(end_to_end, "WORKLOADS", SMOKE_WORKLOADS)
-    with pytest.raises(SystemExit, match="not measured: tiny-geometric-4/2: NotMeasured: 0 steps"):
+    with pytest.raises(SystemExit, match=r"not measured: tiny-geometric-4/2: NotMeasured: \d steps"):
         end_to_end.main(
             ["--cells", "tiny-geometric-4/2", "--costs", "none", "--limit", "0", "--folder", str(tmp_path), "--json"]
         )

@@ -164,7 +164,7 @@ def test_by_default_a_gpu_gets_bfloat16_pages_and_compiled_layers_where_the_run_
     assert isinstance(make_runner(long.model, long.config.engine), PagedRunner)
     assert long.config.engine.slots == 512, "48 groups of 8 can be in flight, and 512 tasks are held out"
     assert long.config.learner.micro_batch_tokens == 8192, "a batch has no more tokens"
-    assert not memory_warning(long.sizes)
+    assert not memory_warning(long.sizes, long.written)
 
 
 def test_a_run_with_all_defaults_goes_to_its_end_and_says_its_sizes(tmp_path: Path) -> None:

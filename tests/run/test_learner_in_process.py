@@ -19,8 +19,9 @@ from millstream.errors import ConfigError
 from millstream.events import Event, Stepped
 from millstream.run import build
 from millstream.run.config import RunConfig
+from millstream.run.one_gpu import with_process
 from millstream.run.replay import ReplayedLearner
-from millstream.run.sizes import CPU, ModelDevice, with_process
+from millstream.run.sizes import CPU, ModelDevice
 from millstream.types import Weights
 from millstream.weights.remote import RemoteChannel
 from millstream.weights.transfer.remote_weights import RemoteWeights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import tomllib
@@ -35,7 +36,7 @@ from millstream.run.build import gpu_share, has_learner_process
 from millstream.run.check import check_combinations
 from millstream.run.check_machine import checked_machine
 from millstream.run.config import RunConfig
-from millstream.run.device import find_device, visible_gpus, with_places
+from millstream.run.device import find_device, find_shape, visible_gpus, with_places
 from millstream.run.places import (
     Gpu,
     Machine,
@@ -379,6 +380,31 @@ def test_a_model_of_the_hub_is_measured_when_it_is_loaded_and_refused_before_any
     with pytest.raises(ConfigError, match=r"training needs at least .* GB on each GPU of learner\.ranks = 1"):
         prepare_run(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_adapters_count_as_adapters_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """From `config.json` alone: no more than an estimate, near what peft would train."""
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_B))
+    there, config = parse_machine("1xH100"), run("[learner.lora]\nrank = 16")
+    config = replace(config, model=replace(config.model, tiny=None, path=str(tmp_path)))
+    found, whole = find_shape(config), shape_from(SEVEN_B)
+    assert found is not None and whole is not None
+    assert found.trained == pytest.approx(40.4e6, rel=0.01) and found.parameters == whole.parameters + found.trained
+    check_model_fits(place(config, there)[0], there, found)
+    with pytest.raises(ConfigError, match=r"set \[learner\.lora\], more GPUs, or a smaller model"):
+        check_model_fits(place(run(), there)[0], there, whole)
+    with pytest.raises(ConfigError, match=r"set more GPUs, or a smaller model"):
+        small = parse_machine("1xL4")
+        check_model_fits(place(config, small)[0], Machine(nodes=((Gpu(name="0", free_bytes=1e10),),)), found)
+
+
+def test_a_model_in_the_hub_s_cache_has_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run()
+    config = replace(config, model=replace(config.model, tiny=None, path="some/model"))
+    assert find_shape(config) is None
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_B))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    assert find_shape(config) == shape_from(SEVEN_B)
 
 
 def test_a_model_that_fits_and_a_machine_that_is_not_known_are_not_refused() -> None:

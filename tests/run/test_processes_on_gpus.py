@@ -29,7 +29,7 @@ from millstream.events.sinks import MemorySink
 from millstream.learner.messages import RankPlace
 from millstream.learner.share import own_device
 from millstream.rpc.process import Kind, Launcher, LocalLauncher, engine_names
-from millstream.run import build, build_scorers, sizes, weight_ways
+from millstream.run import build, build_scorers, one_gpu, weight_ways
 from millstream.run.backend import BackendContext, LocalBackend
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig, is_model_on_host
@@ -181,7 +181,7 @@ def test_on_one_gpu_a_small_model_is_given_processes_at_the_start(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sizes, "SMALL_MODEL", limit)
+    monkeypatch.setattr(one_gpu, "SMALL_MODEL", limit)
     prepared = Faked(monkeypatch, ["0"]).prepare(text, tmp_path)
     assert prepared.sizes.has_processes is are_processes
     assert (prepared.config.engine.process is True) == are_processes
@@ -200,7 +200,7 @@ def test_ways_of_weights_are_checked_once_the_size_of_the_model_is_known(
     one = Machine(nodes=((Gpu(name="0", free_bytes=80e9),),))
     assert any("not checked: resources.weights" in line for line in check_config(config_of(text), machine=one).findings)
     assert faked.prepare(text, tmp_path).config.engine.process
-    monkeypatch.setattr(sizes, "SMALL_MODEL", 1.0)
+    monkeypatch.setattr(one_gpu, "SMALL_MODEL", 1.0)
     with pytest.raises(ConfigError, match=r"the engine is a thread of the run: set engine\.process = true"):
         faked.prepare(text, tmp_path)
 
@@ -295,8 +295,15 @@ def test_engines_with_gpus_of_their_own_are_known_where_no_memory_is() -> None:
     for found in (ModelDevice(is_gpu=True), ModelDevice(is_gpu=True, free_bytes=80e9)):
         device = with_places(found, places)
         assert device.engine_bytes == (found.free_bytes or math.inf), "GPUs of one machine are taken to be alike"
-        assert sizes.with_process(config, device, SMALL_SHAPE) is config
+        assert one_gpu.with_process(config, device, SMALL_SHAPE) is config
         assert choose_sizes(config, device, SMALL_SHAPE).free_gb == (80.0 if found.free_bytes else None)
+
+
+def test_an_engine_that_would_be_another_process_is_refused_on_a_gpu_for_one() -> None:
+    one = Machine(nodes=((Gpu(name="0", free_bytes=80e9, is_exclusive=True),),))
+    for text in ("[engine]\nprocess = true", "[engine]\nkind = 'vllm'"):
+        with pytest.raises(ConfigError, match=r"for one process at a time .*type nvidia-smi -c DEFAULT"):
+            place(config_of(text), one)
 
 
 def test_on_a_gpu_for_one_process_a_small_model_has_threads() -> None:
@@ -304,7 +311,7 @@ def test_on_a_gpu_for_one_process_a_small_model_has_threads() -> None:
         one = Machine(nodes=((Gpu(name="0", free_bytes=80e9, is_exclusive=is_exclusive),),))
         config, places = place(config_of(""), one)
         device = with_places(find_device(config, one), places)
-        assert sizes.with_process(config, device, SMALL_SHAPE).engine.process is (None if is_exclusive else True)
+        assert one_gpu.with_process(config, device, SMALL_SHAPE).engine.process is (None if is_exclusive else True)
 
 
 @pytest.mark.parametrize("is_warm", [False, True])

@@ -25,25 +25,25 @@ from millstream.events.sinks import MemorySink, read_events
 from millstream.learner import CriticConfig, LearnerConfig, ReferenceConfig
 from millstream.learner.packing import num_computed
 from millstream.learner.rank import Rank
+from millstream.model.lora import LoraConfig
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import build
 from millstream.run.config import ModelConfig, RunConfig
 from millstream.run.device import sizes_in_words
+from millstream.run.one_gpu import SMALL_MODEL, why_threads, with_process
 from millstream.run.sizes import (
     CPU,
     MAX_PASS,
     MAX_SLOTS,
     MIN_PASS,
     MIN_SLOTS,
-    SMALL_MODEL,
     Memory,
     ModelDevice,
     ModelShape,
     choose_sizes,
     memory_warning,
     shape_from,
-    with_process,
     with_recorded,
     with_sizes,
 )
@@ -112,13 +112,33 @@ def test_what_fits_fits_and_what_does_not_is_said_before_the_start(
     model: dict[str, Any], gigabytes: float, fits: bool
 ) -> None:
     sizes = choose_sizes(LARGE, gpu(gigabytes), shape(model))
-    assert bool(memory_warning(sizes)) is not fits, sizes_in_words(sizes)
+    assert bool(memory_warning(sizes, LARGE)) is not fits, sizes_in_words(sizes)
     assert sizes.slots >= MIN_SLOTS and sizes.micro_batch_tokens >= MIN_PASS
+
+
+def test_a_warning_of_memory_names_the_size_that_was_typed_and_nothing_that_is_set() -> None:
+    lora = LearnerConfig(micro_batch_tokens=32768, recompute=True, lora=LoraConfig())
+    few = structs.replace(LARGE, learner=LearnerConfig(micro_batch_tokens=32768))
+    for config, ways in (
+        (few, "leave learner.micro_batch_tokens = 32768 out, or learner.recompute = true, or [learner.lora]"),
+        (structs.replace(few, learner=lora), "leave learner.micro_batch_tokens = 32768 out"),
+        (LARGE, "learner.recompute = true, or [learner.lora]"),
+    ):
+        sizes = choose_sizes(config, gpu(8 if config is LARGE else 24), shape(QWEN3_474M))
+        assert memory_warning(sizes, config).endswith(f"If memory runs out: {ways}")
+
+
+def test_a_typed_size_that_leaves_a_cache_for_few_requests_is_named() -> None:
+    typed = structs.replace(LARGE, learner=LearnerConfig(micro_batch_tokens=32768))
+    free = next(gb for gb in range(1, 200) if not memory_warning(choose_sizes(typed, gpu(gb), shape(SMOLLM2)), typed))
+    said = memory_warning(choose_sizes(typed, gpu(free - 1), shape(SMOLLM2)), typed)
+    assert "its cache is enough for 8 requests at a time, and 1,536 can be in flight" in said
+    assert "leave learner.micro_batch_tokens = 32768 out" in said
 
 
 def test_with_adapters_a_large_model_fits() -> None:
     lora = shape(QWEN3_8B, parameters=8_190_000_000, trained=40_000_000)
-    assert not memory_warning(choose_sizes(LARGE, gpu(80), lora))
+    assert not memory_warning(choose_sizes(LARGE, gpu(80), lora), LARGE)
 
 
 def test_the_estimate_of_a_pass_is_near_what_was_measured() -> None:
@@ -173,7 +193,7 @@ def test_sizes_are_within_their_bounds_and_fit_wherever_the_smallest_would(
     engine = 2 * memory.cache_for(1) + 2e7 + memory.decoding(MAX_SLOTS)
     smallest = memory.fixed + memory.pass_bytes(MIN_PASS) + config.engine.replicas * engine
     if smallest < 0.9 * free * 1e9:
-        assert sizes.needed_gb <= free and not memory_warning(sizes)
+        assert sizes.needed_gb <= free and not memory_warning(sizes, config)
     assert sizes.cache_gb * 1e9 >= 0.9 * memory.cache_for(1), "a rollout of full length fits into the cache alone"
 
 
@@ -312,6 +332,37 @@ def test_engine_and_learner_of_a_small_model_are_processes_on_one_gpu() -> None:
         assert with_process(run_config(), device, model).engine.process is None
 
 
+@pytest.mark.parametrize(
+    ("tables", "device", "why"),
+    [
+        ({"engine": EngineConfig(process=False)}, gpu(80), "engine.process = false"),
+        ({"engine": EngineConfig(replicas=2)}, gpu(80), "several engines or ranks"),
+        ({"learner": LearnerConfig(gpu_share=0.5)}, gpu(80), "learner.gpu_share = 0.5"),
+        ({"reference": ReferenceConfig()}, gpu(80), "a reference, a critic or a proximal policy"),
+        ({"pipeline": PipelineConfig(steps=1, groups_per_step=1, max_lag=0)}, gpu(80), "lockstep"),
+        ({}, ModelDevice(is_gpu=True, free_bytes=80e9, is_shareable=False), "processes cannot open each other's memory"),
+        ({}, ModelDevice(is_gpu=True, free_bytes=80e9, shared_bytes=64e6), "64 MB of shared memory, and processes need 269"),
+        ({}, gpu(4), "the memory of the GPU"),
+        ({"engine": EngineConfig(process=True)}, gpu(4), ""),
+        ({"engine": EngineConfig(kind="vllm")}, gpu(80), ""),
+        ({}, CPU, ""),
+        ({}, gpu(80), ""),
+    ],
+)  # fmt: skip
+def test_the_line_of_sizes_says_why_engine_and_learner_are_threads(
+    tables: dict[str, Any], device: ModelDevice, why: str
+) -> None:
+    said = why_threads(run_config(**tables), device, shape(SMOLLM2))
+    assert said.startswith(why) and bool(said) == bool(why)
+    sizes = structs.replace(choose_sizes(run_config(**tables), device, shape(SMOLLM2)), why_threads=said)
+    assert (f"engine and learner as threads ({said})" in sizes_in_words(sizes)) == bool(why)
+
+
+def test_of_a_larger_model_its_size_is_the_reason() -> None:
+    assert why_threads(run_config(), gpu(80), shape(QWEN3_474M)) == "474M parameters, above 250M"
+    assert why_threads(run_config(), gpu(80), None) == "a model whose size is not known"
+
+
 @given(st.floats(1, 80), st.sampled_from(["auto", 32768]), st.sampled_from(["auto", 64]))
 def test_processes_are_chosen_where_they_cost_no_request_and_no_pass_and_fit(
     free: float, tokens: Literal["auto"] | int, slots: Literal["auto"] | int
@@ -326,8 +377,8 @@ def test_processes_are_chosen_where_they_cost_no_request_and_no_pass_and_fit(
     assert sizes == (processes if sizes.has_processes else threads)
     is_as_large = processes.slots == threads.slots and processes.micro_batch_tokens == threads.micro_batch_tokens
     if sizes.has_processes:
-        assert is_as_large and not memory_warning(sizes)
-    elif is_as_large and not memory_warning(processes):
+        assert is_as_large and not memory_warning(sizes, config)
+    elif is_as_large and not memory_warning(processes, config):
         assert slots != "auto", "then the cache decides over the slots"
         assert (processes.cache_gb or 0) < (threads.cache_gb or 0)
 

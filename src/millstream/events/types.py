@@ -72,6 +72,7 @@ class Sizes(Struct, frozen=True, kw_only=True):
     needed_gb: float | None = None  # of the GPU; None: there is none, or its memory is not known
     free_gb: float | None = None
     has_processes: bool = False  # whether engine and learner are processes on one GPU
+    why_threads: str = ""  # why they are threads there
 
 
 class SizesChosen(Event, frozen=True, kw_only=True):

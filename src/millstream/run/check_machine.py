@@ -201,4 +201,5 @@ def checked_disk(config: RunConfig, place: Path) -> Iterator[str]:
             f"{needed / 1e9:.1f} GB: free some, or set checkpoint.keep lower"
         )
     else:
-        yield f"checked: {place} can be written to, and has room for about {needed / 1e9:.1f} GB of model and checkpoints"
+        room = "" if shape is None else f", and has room for about {needed / 1e9:.1f} GB of model and checkpoints"
+        yield f"checked: {place} can be written to{room}"

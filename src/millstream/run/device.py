@@ -15,8 +15,12 @@ import msgspec
 from msgspec import structs
 
 from millstream.decoding import decode_json
+from millstream.errors import MillstreamError
 from millstream.events import Sizes
+from millstream.model.locate import HUB_NAME
+from millstream.model.lora import of_adapter
 from millstream.run.config import RunConfig
+from millstream.run.one_gpu import why_threads, with_process
 from millstream.run.places import VISIBLE, Gpu, Machine, Places
 from millstream.run.sizes import (
     CPU,
@@ -28,7 +32,6 @@ from millstream.run.sizes import (
     memory_warning,
     shape_from,
     tiny_shape,
-    with_process,
 )
 from millstream.store.segments import free_shared_memory
 
@@ -45,10 +48,11 @@ def estimated_lines(config: RunConfig, places: Places, machine: Machine | None) 
     where = "on a GPU" if device.is_gpu else "on a CPU"
     if device.is_gpu and shape is None:
         return [f"not estimated: sizes {where}, since the model's config.json is not here, or has other names"]
-    sizes = choose_sizes(with_process(config, device, shape), device, shape)
+    why = why_threads(config, device, shape)
+    sizes = structs.replace(choose_sizes(with_process(config, device, shape), device, shape), why_threads=why)
     if not device.is_gpu and shape is not None and config.runtime == "local":
         return [f"estimated: {where} {sizes_in_words(sizes)}", *_memory_line(config, sizes, shape)]
-    warning = memory_warning(sizes)
+    warning = memory_warning(sizes, config)
     return [f"estimated: {where} {sizes_in_words(sizes)}", *([f"warning: {warning}"] if warning else [])]
 
 
@@ -86,7 +90,8 @@ def sizes_in_words(sizes: Sizes) -> str:
     compiled = ", compiled" if sizes.is_compiled else ""
     memory = "" if sizes.needed_gb is None else f" (about {sizes.needed_gb:.1f} of {sizes.free_gb:.1f} GB)"
     passes = f"micro-batches of {sizes.micro_batch_tokens:,} tokens"
-    apart = ", engine and learner as processes" if sizes.has_processes else ""
+    why = f", engine and learner as threads ({sizes.why_threads})" if sizes.why_threads else ""
+    apart = ", engine and learner as processes" if sizes.has_processes else why
     return f"{sizes.dtype}, {sizes.slots} slots{cache}, {passes}{compiled}{apart}{memory}"
 
 
@@ -172,11 +177,22 @@ def has_gpu_device() -> bool:
 
 
 def find_shape(config: RunConfig) -> ModelShape | None:
-    """From the `[model.tiny]` table or the checkpoint's folder; None where neither says it."""
-    if config.model.tiny is not None:
-        return tiny_shape(config.model.tiny)
-    found = read_model_config(config)
-    return None if found is None else shape_from(found)
+    """From the `[model.tiny]` table or the model's `config.json`; None where neither says it. Of adapters their number is an
+    estimate: those of all linear layers."""
+    found = {} if config.model.tiny is not None else read_model_config(config)
+    shape = tiny_shape(config.model.tiny) if config.model.tiny is not None else found and shape_from(found)
+    if not shape or config.learner.lora is None:
+        return shape or None
+    with suppress(MillstreamError):  # the check of the adapter says it
+        trained = of_adapter(config.learner.lora).rank * shape.layers * _ends_of_layers(shape)
+        return structs.replace(shape, trained=trained, parameters=shape.parameters + trained)
+    return shape
+
+
+def _ends_of_layers(shape: ModelShape) -> int:
+    """Inputs and outputs of the linear layers of a decoder's layer, added up."""
+    attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
+    return attention + 3 * (shape.hidden + shape.inner)
 
 
 def heads_of(config: RunConfig) -> dict[str, Any]:
@@ -186,10 +202,21 @@ def heads_of(config: RunConfig) -> dict[str, Any]:
     return read_model_config(config) or {}
 
 
+def _in_hub_cache(name: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return found if isinstance(found, str) else None
+
+
 def read_model_config(config: RunConfig) -> dict[str, Any] | None:
-    """The `config.json` of the checkpoint's folder; None if it is not here."""
+    """The `config.json` of the checkpoint's folder, or of the hub's cache; None if it is in neither."""
+    path = config.model.path or ""
+    file = Path(path) / "config.json"
     try:
-        found = decode_json((Path(config.model.path or "") / "config.json").read_bytes(), Any)
+        if HUB_NAME.fullmatch(path) and not Path(path).is_dir():
+            file = Path(_in_hub_cache(path) or file)
+        found = decode_json(file.read_bytes(), Any)
     except (OSError, msgspec.DecodeError):
         return None
     return found if isinstance(found, dict) else None

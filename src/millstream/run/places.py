@@ -171,6 +171,11 @@ def _on_machine(config: RunConfig, gpus: tuple[Gpu, ...]) -> tuple[RunConfig, Pl
                 f"engine.vllm.tensor_parallel = {engine.gpus_each}, and {_count(len(gpus), 'GPU')} can be seen: set it to 1"
             )
         _check_shared(engine, engine.num_replicas, learner)
+        if learner[0].is_exclusive and (engine.process or engine.kind == "vllm"):
+            raise ConfigError(
+                f"GPU {learner[0].name} is for one process at a time (its compute mode), and the engine would be another: set "
+                'engine.process = false with engine.kind = "torch", or type nvidia-smi -c DEFAULT'
+            )
         return structs.replace(config, engine=_with(engine, engine.num_replicas, SHARED_MEMORY)), places
     each = engine.gpus_each
     if each > len(rest):
@@ -430,11 +435,11 @@ def _check_learner(config: RunConfig, memory: Memory, largest: float, num_gpus: 
     if needed <= largest:
         return
     more = next((n for n in range(ranks + 1, num_gpus + 1) if memory.least(n) < 0.8 * largest), None)
-    to_type = (
-        "[learner.lora], more GPUs, or a smaller model"
-        if more is None
-        else f"learner.ranks = {more}, or [learner.lora]"
-    )
+    has_lora = config.learner.lora is not None
+    if more is None:
+        to_type = f"{'' if has_lora else '[learner.lora], '}more GPUs, or a smaller model"
+    else:
+        to_type = f"learner.ranks = {more}{'' if has_lora else ', or [learner.lora]'}"
     raise ConfigError(
         f"training needs at least {needed / 1e9:.1f} GB on each GPU of learner.ranks = {ranks} (weights, gradients and the "
         f"optimizer's state), and the largest GPU has {largest / 1e9:.1f} GB free: set {to_type}"

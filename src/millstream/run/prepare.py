@@ -22,6 +22,7 @@ from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig, is_model_on_host
 from millstream.run.device import with_places
+from millstream.run.one_gpu import why_threads, with_process
 from millstream.run.places import Machine, Places, check_heads, check_model_fits, place
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
 from millstream.run.sizes import (
@@ -29,7 +30,6 @@ from millstream.run.sizes import (
     ModelShape,
     choose_dtype,
     choose_sizes,
-    with_process,
     with_recorded,
     with_sizes,
 )
@@ -108,8 +108,8 @@ def prepare_run(
     device = with_places(build.measure_device(config), places)
     model, tokenizer = _driver_model(config, device, start)
     shape = _checked_shape(config, model, machine)
-    config = config if is_alone else _decided(config, device, shape, recorded, places)
-    sizes = choose_sizes(config, device, shape)
+    config, why = (config, "") if is_alone else _decided(config, device, shape, recorded, places)
+    sizes = structs.replace(choose_sizes(config, device, shape), why_threads=why)
     config = with_sizes(config, sizes)
     if config.runtime == "local":
         check_engine_device(config.engine, is_gpu=device.is_gpu)
@@ -146,12 +146,13 @@ def prepare_run(
 
 def _decided(
     config: RunConfig, device: ModelDevice, shape: ModelShape | None, recorded: Sizes | None, places: Places
-) -> RunConfig:
-    """Whether engine and learner are processes, and the config's ways of weights as the check could not know it."""
-    config = with_process(config, device, shape, recorded)
+) -> tuple[RunConfig, str]:
+    """With processes for engine and learner, or why they are threads of one GPU. Raises `ConfigError` for ways of weights that
+    could not be checked before the model was loaded."""
+    decided = with_process(config, device, shape, recorded)
     if config.runtime == "local" and config.resources.weights is not None:
-        local_ways(config, places, is_gpu=device.is_gpu)
-    return config
+        local_ways(decided, places, is_gpu=device.is_gpu)
+    return decided, why_threads(decided, device, shape, recorded)
 
 
 def _with_passed(config: RunConfig, reward: PassedRewards | None, data_passed: PassedData | None) -> RunConfig:

@@ -17,6 +17,7 @@ from msgspec import Struct, structs
 from millstream.config import MAX_SECONDS, load
 from millstream.errors import ConfigError
 from millstream.run.config import RunConfig
+from millstream.run.one_gpu import with_process
 from millstream.run.sizes import (
     MAX_SLOTS,
     MIN_PASS,
@@ -25,7 +26,6 @@ from millstream.run.sizes import (
     ModelDevice,
     ModelShape,
     have_processes,
-    with_process,
 )
 from millstream.sim.config import SimConfig
 
@@ -93,7 +93,8 @@ def parse_gpus(text: str, option: str = "--gpus") -> Gpus:
     asked = _plain(found["kind"])
     if (name := names.get(asked)) is None:
         near = [one for plain, one in names.items() if plain.startswith(asked) or asked.startswith(plain)]
-        known = f"Known kinds: {', '.join(table)}. Of another one, type the nearest, with --costs of a run on yours"
+        costs = ", with --costs of a run on yours" if option == "--gpus" else ""
+        known = f"Known kinds: {', '.join(table)}. Of another one, type the nearest{costs}"
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(f"{option} {text}: no GPU {found['kind']!r} is known.{meant} {known}")
     return Gpus(name=name, kind=table[name], number=number)

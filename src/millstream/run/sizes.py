@@ -24,7 +24,6 @@ from msgspec import Struct, structs
 from millstream.engine import EngineConfig
 from millstream.engine.vllm.config import SHARED_MEMORY, VllmConfig
 from millstream.env.config import SINGLE_TURN
-from millstream.errors import ConfigError
 from millstream.events import Sizes
 from millstream.learner.config import StageConfig, num_processes
 from millstream.run.config import (
@@ -60,7 +59,6 @@ TRAIN_FLOPS = 150e12  # of a GPU without compiled layers: an H200
 MIN_PARAMETERS = 1e8  # a smaller model is not faster: its kernels are too short
 COMPILED_GAIN = 1 / 3  # of the learner's time; measured: a third to a half
 COMPILE_S = 60.0
-SMALL_MODEL = 2.5e8  # parameters: 135M gains from processes of its own, 474M loses (docs/decisions/22-one-gpu.md)
 
 
 class ModelDevice(Struct, frozen=True, kw_only=True):
@@ -185,7 +183,7 @@ def _fitted_apart(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: f
     if engine.kind == "torch" and engine.cache != "slots" and gigabytes is None:
         left = USABLE * engine_bytes - memory.whole - memory.decoding(slots)
         gigabytes = max(_round_down(min(memory.cache_for(slots), left) / 1e9), _least_cache(memory))
-        slots = _slots_for(gigabytes, memory, slots) if engine.slots == "auto" else slots
+        slots = slots_for(gigabytes, memory, slots) if engine.slots == "auto" else slots
     needed = learner + memory.pass_bytes(tokens)
     return structs.replace(
         plain,
@@ -207,7 +205,7 @@ def _least_cache(memory: Memory) -> float:
     return _round_down(memory.cache_for(1) / 1e9) + 0.01
 
 
-def _slots_for(gigabytes: float, memory: Memory, most: int) -> int:
+def slots_for(gigabytes: float, memory: Memory, most: int) -> int:
     usual = int(gigabytes * 1e9 / memory.token_bytes / max(1.0, RUNNING_SHARE * memory.longest))
     return min(most, max(MIN_SLOTS, usual))
 
@@ -227,7 +225,7 @@ def _fitted(config: RunConfig, memory: Memory, plain: Sizes, free_bytes: float) 
         left = min(wanted, max(0.0, room - memory.pass_bytes(tokens))) / replicas
         gigabytes = max(_round_down(left / 1e9), _least_cache(memory))
     if engine.slots == "auto" and has_pages and gigabytes is not None:
-        slots = _slots_for(gigabytes, memory, slots)
+        slots = slots_for(gigabytes, memory, slots)
     cached = replicas * (memory.cache_for(slots) if gigabytes is None else gigabytes * 1e9)
     return structs.replace(
         plain,
@@ -264,51 +262,9 @@ def with_sizes(config: RunConfig, sizes: Sizes) -> RunConfig:
     )
 
 
-def with_process(
-    config: RunConfig, device: ModelDevice, shape: ModelShape | None, recorded: Sizes | None = None
-) -> RunConfig:
-    """The config with an engine in a process of its own, and so a learner in another, on the GPU that they share, where the
-    model is so small that the interpreter's lock holds up the GPU. Only where it was measured: one engine, one rank, no scorer.
-    A larger model is faster on threads of one process, whose kernels run at the same time. `recorded`: the sizes that a resumed
-    run keeps: it gets no processes that it did not have. Raises `ConfigError` for a share of the GPU, which divides it between
-    threads."""
-    engine, learner = config.engine, config.learner
-    if config.runtime != "local" or not device.is_gpu or device.engine_bytes is not None:
-        return config
-    if engine.kind == "torch" and engine.process and learner.gpu_share is not None:
-        raise ConfigError(
-            "learner.gpu_share with engine.process = true: processes take turns on a GPU. Leave one of the two out"
-        )
-    is_plain = engine.process is None and engine.num_engines == 1 and not config.weights.is_own
-    is_one_rank = learner.ranks == 1 and learner.gpu_share is None and may_learn_in_process(config, learner)
-    has_scorers = any((reference_of(config), critic_of(config), config.proximal))
-    is_small = shape is not None and shape.parameters <= SMALL_MODEL
-    is_measured = is_plain and is_one_rank and is_small and not has_scorers and not config.pipeline.is_in_lockstep
-    if shape is None or not is_measured or not device.is_shareable:
-        return config
-    if recorded is not None and not recorded.has_processes:
-        return config
-    apart = structs.replace(config, engine=structs.replace(engine, process=True))
-    return apart if _has_room_for(apart, config, device, shape) else config
-
-
-def _has_room_for(apart: RunConfig, config: RunConfig, device: ModelDevice, shape: ModelShape) -> bool:
-    """Whether processes, which need more memory, leave a cache for as many requests and passes as large as threads would have,
-    and fit. They begin with weights in the host's shared memory, of which a container may have little."""
-    dtype = choose_dtype(config, device)
-    if device.shared_bytes is not None and device.shared_bytes < BYTES[dtype] * shape.parameters:
-        return False
-    found, threads = choose_sizes(apart, device, shape), choose_sizes(config, device, shape)
-    memory = Memory(config, shape, dtype=dtype, is_compiled=threads.is_compiled)
-    requests, before = (
-        one.slots if one.cache_gb is None else _slots_for(one.cache_gb, memory, one.slots) for one in (found, threads)
-    )
-    is_smaller = requests < before or found.micro_batch_tokens < threads.micro_batch_tokens
-    return not is_smaller and not memory_warning(found)
-
-
 def have_processes(config: RunConfig, device: ModelDevice) -> bool:
-    """Whether engine and learner are processes on one GPU, once `with_process` has decided. See `build.publishes_by_itself`."""
+    """Whether engine and learner are processes on one GPU, once `one_gpu.with_process` has decided. See
+    `build.publishes_by_itself`."""
     is_shared = config.runtime == "local" and device.is_gpu and device.engine_bytes is None
     is_asked = config.engine.process is True and config.learner.ranks == 1 and not config.weights.is_own
     return is_shared and is_asked and may_learn_in_process(config, config.learner)
@@ -319,17 +275,36 @@ def with_recorded(config: RunConfig, sizes: Sizes | None) -> RunConfig:
     return config if sizes is None else with_sizes(config, structs.replace(sizes, replicas=None))
 
 
-def memory_warning(sizes: Sizes, *, are_kept: bool = False) -> str:
-    """What there is to warn of; empty if the estimate fits. `are_kept`: the sizes are those of the run's start."""
-    if sizes.needed_gb is None or sizes.free_gb is None or sizes.needed_gb <= sizes.free_gb:
+def memory_warning(sizes: Sizes, config: RunConfig, *, are_kept: bool = False) -> str:
+    """What there is to warn of; empty if the estimate fits. `config`: as it was written, since a size that was typed may be the
+    cause. `are_kept`: the sizes are those of the run's start."""
+    if sizes.needed_gb is None or sizes.free_gb is None:
+        return ""
+    typed, in_flight = _typed_sizes(config), num_in_flight(config)
+    few = min(MIN_SLOTS, in_flight) if config.engine.slots == "auto" else 0
+    has_few = sizes.cache_gb is not None and sizes.slots <= few < in_flight
+    if sizes.needed_gb <= USABLE * sizes.free_gb and not (has_few and typed):
         return ""
     found = f"the run needs about {sizes.needed_gb:.1f} GB of the GPU, and {sizes.free_gb:.1f} GB are free"
+    if has_few:
+        found += f"; its cache is enough for {sizes.slots} requests at a time, and {in_flight:,} can be in flight"
     if are_kept:
         return (
             f"{found}. Its sizes are those of its start, since others would change the last bits. If memory runs out, resume "
             "it with --set engine.cache_gb=... or --set learner.micro_batch_tokens=..."
         )
-    return f"{found}. If memory runs out: learner.recompute = true, [learner.lora], or a smaller engine.cache_gb"
+    ways = [f"leave {typed} out", *([] if config.learner.recompute else ["learner.recompute = true"])]
+    ways += [] if config.learner.lora is not None else ["[learner.lora]"]
+    return f"{found}. If memory runs out: {', or '.join(ways if typed else ways[1:]) or 'a smaller model'}"
+
+
+def _typed_sizes(config: RunConfig) -> str:
+    """Those that a config has numbers for, and that would be chosen otherwise."""
+    engine, tokens = config.engine, config.learner.micro_batch_tokens
+    found = [] if tokens == "auto" else [f"learner.micro_batch_tokens = {tokens}"]
+    found += [] if engine.slots == "auto" or engine.kind != "torch" else [f"engine.slots = {engine.slots}"]
+    found += [] if engine.pool_gb is None else [f"engine.cache_gb = {engine.pool_gb:g}"]
+    return " and ".join(found)
 
 
 # ---- the load --------------------------------------------------------------------------------------------------------

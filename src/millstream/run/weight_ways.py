@@ -7,8 +7,8 @@ from millstream.cluster.resources import ways_in_words
 from millstream.errors import ConfigError
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, find_shape, with_places
+from millstream.run.one_gpu import with_process
 from millstream.run.places import Machine, Places
-from millstream.run.sizes import with_process
 from millstream.weights import TransferWay
 
 
