@@ -137,8 +137,9 @@ def convert(data: Mapping[str, Any], kind: type[C], *, where: str) -> C:
 
 
 def _in_words(message: str) -> str:
-    """`Expected `int`, got `str` - at `$.a.b`` -> `a.b: expected `int`, got `str``."""
-    text, _, place = message.partition(" - at `$.")
+    """`Expected `int | null`, got `str` - at `$.a.b`` -> `a.b: expected `int` (or leave the key out), got `str``: TOML has no
+    null."""
+    text, _, place = message.replace(" | null`", "` (or leave the key out)").partition(" - at `$.")
     return f"{place.rstrip('`')}: {text[0].lower()}{text[1:]}" if place else message
 
 

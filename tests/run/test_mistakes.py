@@ -134,6 +134,7 @@ def test_what_is_right_is_found_to_be_so_and_leaves_nothing_behind(place: Path) 
         ("pipeline.stepss=3", r"--set pipeline\.stepss=3: unknown key pipeline\.stepss\. Did you mean steps\?"),
         ("lr=3", r"--set lr=3: unknown key lr\. .*learning_rate"),
         ("pipeline.steps=many", r"--set pipeline\.steps=many: pipeline\.steps: expected `int`, got `str`"),
+        ("engine.process=auto", r"engine\.process: expected `bool` \(or leave the key out\), got `str`"),
         ("pipeline.steps=2.5", r"--set pipeline\.steps=2\.5: pipeline\.steps: expected `int`, got `float`"),
         ("pipeline.steps=0", r"pipeline\.steps = 0 means supervised training alone, and there is no \[warmup\]"),
         ("pipeline.steps=-1", r"--set pipeline\.steps=-1: pipeline: steps"),
