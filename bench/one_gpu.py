@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         given = {name: getattr(options, name) for name in (*FOLDERS, *PYTHONS)}
         given |= {"folder": str(folder), "work": str(work)}
-        only = options.only.split(",") if options.only else []
+        only = [word for word in options.only.split(",") if word]
         parts = smoke_plan() if options.smoke else plan(options.quality_seconds)
         parts = [part for part in parts if not only or is_one_of(part, only)]
         if not options.list:

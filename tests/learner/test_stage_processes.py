@@ -151,7 +151,7 @@ def test_a_scorer_in_a_process_has_the_dtype_and_the_adapters_of_its_model(tmp_p
     asyncio.run(closing(remote, program()))
 
 
-def test_a_scorer_of_this_process_lets_go_of_the_weights_of_another_once_it_has_read_them(
+def test_a_scorer_of_this_process_releases_the_weights_of_another_once_it_has_read_them(
     tmp_path: Path, outbox: WeightsPublisher
 ) -> None:
     """Those that a learner's process has on a GPU have two places, and the next version needs one of them."""

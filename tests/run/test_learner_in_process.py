@@ -18,8 +18,10 @@ from millstream.engine.processes import LocalWeights
 from millstream.errors import ConfigError
 from millstream.events import Event, Stepped
 from millstream.run import build
+from millstream.run.check import check_config
 from millstream.run.config import RunConfig
 from millstream.run.one_gpu import with_process
+from millstream.run.places import Gpu, Machine
 from millstream.run.replay import ReplayedLearner
 from millstream.run.sizes import CPU, ModelDevice
 from millstream.types import Weights
@@ -154,5 +156,8 @@ def test_a_share_of_the_gpu_and_processes_that_take_turns_on_it_are_refused_toge
     config, one = config_of(tmp_path, "learner.gpu_share=0.5"), ModelDevice(is_gpu=True, free_bytes=80e9)
     with pytest.raises(ConfigError, match=r"gpu_share with engine\.process = true.*take turns"):
         with_process(config, one, None)
+    machine = Machine(nodes=((Gpu(name="0", free_bytes=80e9),),))
+    with pytest.raises(ConfigError, match="take turns"):
+        check_config(config, machine=machine)
     for elsewhere in (CPU, structs.replace(one, engine_bytes=80e9)):
         assert with_process(config, elsewhere, None) is config

@@ -401,10 +401,21 @@ def test_adapters_count_as_adapters_before_the_model_is_loaded(tmp_path: Path) -
 def test_a_model_in_the_hub_s_cache_has_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run()
     config = replace(config, model=replace(config.model, tiny=None, path="some/model"))
-    assert find_shape(config) is None
+    assert find_shape(config, is_cache_read=True) is None
     (tmp_path / "config.json").write_text(json.dumps(SEVEN_B))
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
-    assert find_shape(config) == shape_from(SEVEN_B)
+    assert find_shape(config, is_cache_read=True) == shape_from(SEVEN_B)
+    assert find_shape(config) is None, "what is refused is refused once the model is loaded and counted"
+
+
+@pytest.mark.parametrize("name", ["run--1", "my..model", "x.git", "models/step-1-", "x" * 97, "a/b"])
+def test_a_name_that_the_hub_could_not_have_has_no_shape(name: str) -> None:
+    config = run()
+    assert find_shape(replace(config, model=replace(config.model, tiny=None, path=name)), is_cache_read=True) is None
+
+
+def test_a_config_whose_sizes_are_no_numbers_has_no_shape() -> None:
+    assert shape_from({**SEVEN_B, "intermediate_size": [1, 2]}) is None
 
 
 def test_a_model_that_fits_and_a_machine_that_is_not_known_are_not_refused() -> None:

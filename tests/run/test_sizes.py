@@ -20,6 +20,7 @@ from millstream.cli.main import app
 from millstream.cli.show import alarm
 from millstream.config import load
 from millstream.engine import EngineConfig
+from millstream.env.data import DataConfig
 from millstream.events import MicroBatchLowered, SizesChosen, Warned
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner import CriticConfig, LearnerConfig, ReferenceConfig
@@ -134,6 +135,25 @@ def test_a_typed_size_that_leaves_a_cache_for_few_requests_is_named() -> None:
     said = memory_warning(choose_sizes(typed, gpu(free - 1), shape(SMOLLM2)), typed)
     assert "its cache is enough for 8 requests at a time, and 1,536 can be in flight" in said
     assert "leave learner.micro_batch_tokens = 32768 out" in said
+
+
+def test_few_slots_of_each_of_several_engines_are_no_warning() -> None:
+    written = structs.replace(
+        LARGE, learner=LearnerConfig(micro_batch_tokens=16384), rollout=RolloutConfig(group_size=1)
+    )
+    pipeline = PipelineConfig(steps=1, groups_per_step=8, max_lag=2)
+    written = structs.replace(written, pipeline=pipeline, data=DataConfig(holdout=0))
+    placed = structs.replace(written, engine=EngineConfig(replicas=3))
+    sizes = choose_sizes(placed, structs.replace(gpu(80), engine_bytes=80e9), shape(SMOLLM2))
+    assert sizes.slots == 8 and not memory_warning(sizes, placed, written=written)
+
+
+@given(st.floats(8, 40))
+def test_sizes_that_are_chosen_are_not_warned_of_however_much_is_free(free: float) -> None:
+    config = structs.replace(LARGE, rollout=RolloutConfig(group_size=16, max_tokens=96))
+    sizes = choose_sizes(config, gpu(free), shape(SMOLLM2))
+    assert not memory_warning(sizes, config)
+    assert not memory_warning(structs.replace(sizes, free_gb=0.95 * free), config, are_kept=True)
 
 
 def test_with_adapters_a_large_model_fits() -> None:
@@ -404,7 +424,10 @@ def test_a_run_that_keeps_its_sizes_gets_no_processes_that_it_did_not_have() -> 
     for free in (8, 80):
         assert with_process(config, gpu(free), shape(SMOLLM2), before) is config
     had = structs.replace(before, has_processes=True)
-    assert with_process(config, gpu(80), shape(SMOLLM2), had).engine.process is True
+    for free in (80, 8, 4):
+        assert with_process(config, gpu(free), shape(SMOLLM2), had).engine.process is True
+    closed = structs.replace(gpu(80), is_shareable=False)
+    assert with_process(config, closed, shape(SMOLLM2), had).engine.process is None
 
 
 @pytest.mark.parametrize(

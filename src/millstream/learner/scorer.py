@@ -71,9 +71,11 @@ class TorchScorer:
         await self._thread.call(lambda: self._load(weights))
 
     def _load(self, weights: Weights) -> None:
-        self.rank.load(weights)
-        if isinstance(weights, RemoteWeights):  # the process that has staged them needs the place
-            weights.release()
+        try:
+            self.rank.load(weights)
+        finally:
+            if isinstance(weights, RemoteWeights):  # the process that has staged them uses the slot again
+                weights.release()
 
     async def close(self) -> None:
         """Let the work in hand finish."""

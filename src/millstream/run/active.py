@@ -205,7 +205,7 @@ class ActiveRun:
         device = self.prepared.places.words() or str(self.prepared.model.device)
         device = "cluster" if self.config.runtime == "ray" else device
         self.log.emit(SizesChosen(at=self.clock.now(), sizes=sizes, device=device, is_kept=are_kept))
-        if warning := memory_warning(sizes, self.prepared.written, are_kept=are_kept):
+        if warning := memory_warning(sizes, self.prepared.config, written=self.prepared.written, are_kept=are_kept):
             self.warn(warning)
 
     def emit_started(self) -> None:

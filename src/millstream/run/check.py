@@ -34,8 +34,9 @@ from millstream.run.check_machine import PlayedTasks, check_answers, checked_dis
 from millstream.run.check_outside import check_outside, checked_outside
 from millstream.run.check_workers import check_workers
 from millstream.run.config import RunConfig, server_token, weight_ways
-from millstream.run.device import find_shape, heads_of
+from millstream.run.device import find_device, find_shape, heads_of, with_places
 from millstream.run.folder import check_free
+from millstream.run.one_gpu import check_share
 from millstream.run.own_parts import check_own_parts, checked_own_parts
 from millstream.run.places import (
     Machine,
@@ -475,6 +476,7 @@ def _checked_places(machine: Machine | None, config: RunConfig) -> Iterator[str]
     placed, places = place(config, machine)
     if machine is not None:
         check_model_fits(placed, machine, find_shape(config))
+        check_share(placed, with_places(find_device(config, machine), places))
     if config.runtime != "ray":
         yield from [f"checked: {places.words()}"] if places.words() else []
         if machine is not None and (places.engines or config.resources.weights is not None):

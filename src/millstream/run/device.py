@@ -44,7 +44,7 @@ PROCESS_BYTES = 0.6e9  # of the interpreter with its libraries
 
 def estimated_lines(config: RunConfig, places: Places, machine: Machine | None) -> list[str]:
     """What a run on this machine would choose, in words."""
-    device, shape = with_places(find_device(config, machine), places), find_shape(config)
+    device, shape = with_places(find_device(config, machine), places), find_shape(config, is_cache_read=True)
     where = "on a GPU" if device.is_gpu else "on a CPU"
     if device.is_gpu and shape is None:
         return [f"not estimated: sizes {where}, since the model's config.json is not here, or has other names"]
@@ -176,10 +176,11 @@ def has_gpu_device() -> bool:
     return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
-def find_shape(config: RunConfig) -> ModelShape | None:
-    """From the `[model.tiny]` table or the model's `config.json`; None where neither says it. Of adapters their number is an
-    estimate: those of all linear layers."""
-    found = {} if config.model.tiny is not None else read_model_config(config)
+def find_shape(config: RunConfig, *, is_cache_read: bool = False) -> ModelShape | None:
+    """From the `[model.tiny]` table or the `config.json` of the checkpoint's folder; None where neither says it. Of adapters
+    their number is an estimate: those of all linear layers. `is_cache_read`: also from the hub's cache, for estimates: a model
+    of the hub is checked when it is loaded and counted."""
+    found = {} if config.model.tiny is not None else read_model_config(config, is_cache_read=is_cache_read)
     shape = tiny_shape(config.model.tiny) if config.model.tiny is not None else found and shape_from(found)
     if not shape or config.learner.lora is None:
         return shape or None
@@ -205,16 +206,18 @@ def heads_of(config: RunConfig) -> dict[str, Any]:
 def _in_hub_cache(name: str) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json")
-    return found if isinstance(found, str) else None
+    with suppress(ValueError):  # no name that the hub could have
+        found = try_to_load_from_cache(name, "config.json")
+        return found if isinstance(found, str) else None
+    return None
 
 
-def read_model_config(config: RunConfig) -> dict[str, Any] | None:
-    """The `config.json` of the checkpoint's folder, or of the hub's cache; None if it is in neither."""
+def read_model_config(config: RunConfig, *, is_cache_read: bool = False) -> dict[str, Any] | None:
+    """The `config.json` of the checkpoint's folder, or perhaps of the hub's cache; None if it is in neither."""
     path = config.model.path or ""
     file = Path(path) / "config.json"
     try:
-        if HUB_NAME.fullmatch(path) and not Path(path).is_dir():
+        if is_cache_read and HUB_NAME.fullmatch(path) and not Path(path).is_dir():
             file = Path(_in_hub_cache(path) or file)
         found = decode_json(file.read_bytes(), Any)
     except (OSError, msgspec.DecodeError):

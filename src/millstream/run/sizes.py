@@ -111,6 +111,8 @@ def shape_from(
     dim = text.get("head_dim") or hidden // heads
     keys = (text.get("num_key_value_heads") or heads) * dim
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    if not all(isinstance(value, int) for value in (dim, keys, inner)):
+        return None
     embeddings = words * hidden * (1 if config.get("tie_word_embeddings", text.get("tie_word_embeddings")) else 2)
     counted = layers * (2 * hidden * heads * dim + 2 * hidden * keys + 3 * hidden * inner) + embeddings
     parameters = counted if parameters is None else parameters
@@ -275,15 +277,15 @@ def with_recorded(config: RunConfig, sizes: Sizes | None) -> RunConfig:
     return config if sizes is None else with_sizes(config, structs.replace(sizes, replicas=None))
 
 
-def memory_warning(sizes: Sizes, config: RunConfig, *, are_kept: bool = False) -> str:
-    """What there is to warn of; empty if the estimate fits. `config`: as it was written, since a size that was typed may be the
-    cause. `are_kept`: the sizes are those of the run's start."""
+def memory_warning(sizes: Sizes, config: RunConfig, *, written: RunConfig | None = None, are_kept: bool = False) -> str:
+    """What there is to warn of; empty if the estimate fits. `config`: as it was placed; `written`: as it was written, if that
+    is another, since a size that was typed may be the cause. `are_kept`: the sizes are those of the run's start."""
     if sizes.needed_gb is None or sizes.free_gb is None:
         return ""
-    typed, in_flight = _typed_sizes(config), num_in_flight(config)
-    few = min(MIN_SLOTS, in_flight) if config.engine.slots == "auto" else 0
-    has_few = sizes.cache_gb is not None and sizes.slots <= few < in_flight
-    if sizes.needed_gb <= USABLE * sizes.free_gb and not (has_few and typed):
+    typed, in_flight = _typed_sizes(written or config, sizes.free_gb), num_in_flight(config)
+    is_auto = (written or config).engine.slots == "auto"
+    has_few = is_auto and sizes.cache_gb is not None and sizes.slots <= MIN_SLOTS < in_flight
+    if sizes.needed_gb <= sizes.free_gb and not (has_few and typed):
         return ""
     found = f"the run needs about {sizes.needed_gb:.1f} GB of the GPU, and {sizes.free_gb:.1f} GB are free"
     if has_few:
@@ -298,12 +300,14 @@ def memory_warning(sizes: Sizes, config: RunConfig, *, are_kept: bool = False) -
     return f"{found}. If memory runs out: {', or '.join(ways if typed else ways[1:]) or 'a smaller model'}"
 
 
-def _typed_sizes(config: RunConfig) -> str:
-    """Those that a config has numbers for, and that would be chosen otherwise."""
+def _typed_sizes(config: RunConfig, free_gb: float) -> str:
+    """Those that a config has numbers for, and that might be chosen smaller."""
     engine, tokens = config.engine, config.learner.micro_batch_tokens
-    found = [] if tokens == "auto" else [f"learner.micro_batch_tokens = {tokens}"]
-    found += [] if engine.slots == "auto" or engine.kind != "torch" else [f"engine.slots = {engine.slots}"]
-    found += [] if engine.pool_gb is None else [f"engine.cache_gb = {engine.pool_gb:g}"]
+    found = [] if tokens == "auto" or tokens <= MIN_PASS else [f"learner.micro_batch_tokens = {tokens}"]
+    has_slots = engine.kind == "torch" and engine.slots != "auto" and engine.slots > MIN_SLOTS
+    found += [f"engine.slots = {engine.slots}"] if has_slots else []
+    has_cache = engine.pool_gb is not None and engine.pool_gb > free_gb / 4
+    found += [f"engine.cache_gb = {engine.pool_gb:g}"] if has_cache else []
     return " and ".join(found)
 
 

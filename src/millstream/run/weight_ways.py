@@ -7,7 +7,7 @@ from millstream.cluster.resources import ways_in_words
 from millstream.errors import ConfigError
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, find_shape, with_places
-from millstream.run.one_gpu import with_process
+from millstream.run.one_gpu import UNKNOWN_SIZE, why_threads, with_process
 from millstream.run.places import Machine, Places
 from millstream.weights import TransferWay
 
@@ -55,7 +55,7 @@ def checked_ways(machine: Machine, config: RunConfig, places: Places) -> str:
     """A line of `--dry-run`. Raises `ConfigError` as `local_ways` does."""
     device, shape, engine = with_places(find_device(config, machine), places), find_shape(config), config.engine
     is_on_one = device.is_gpu and not places.engines and engine.kind == "torch"
-    if is_on_one and shape is None and engine.process is None:
+    if is_on_one and engine.process is None and why_threads(config, device, shape) == UNKNOWN_SIZE:
         return (
             "not checked: resources.weights, since the model is not here: its size decides whether the engine is a process, to "
             "which weights are sent"
