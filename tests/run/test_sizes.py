@@ -126,13 +126,15 @@ def test_a_warning_of_memory_names_the_size_that_was_typed_and_nothing_that_is_s
         (LARGE, "learner.recompute = true, or [learner.lora]"),
     ):
         sizes = choose_sizes(config, gpu(8 if config is LARGE else 24), shape(QWEN3_474M))
-        assert memory_warning(sizes, config).endswith(f"If memory runs out: {ways}")
+        assert memory_warning(sizes, config).endswith(f": {ways}")
 
 
 def test_a_typed_size_that_leaves_a_cache_for_few_requests_is_named() -> None:
     typed = structs.replace(LARGE, learner=LearnerConfig(micro_batch_tokens=32768))
     free = next(gb for gb in range(1, 200) if not memory_warning(choose_sizes(typed, gpu(gb), shape(SMOLLM2)), typed))
-    said = memory_warning(choose_sizes(typed, gpu(free - 1), shape(SMOLLM2)), typed)
+    sizes = choose_sizes(typed, gpu(free - 1), shape(SMOLLM2))
+    said = memory_warning(sizes, typed)
+    assert ("For more requests at a time: " in said) == ((sizes.needed_gb or 0) <= (sizes.free_gb or 0))
     assert "its cache is enough for 8 requests at a time, and 1,536 can be in flight" in said
     assert "leave learner.micro_batch_tokens = 32768 out" in said
 

@@ -18,7 +18,7 @@ from millstream.decoding import decode_json
 from millstream.errors import MillstreamError
 from millstream.events import Sizes
 from millstream.model.locate import HUB_NAME
-from millstream.model.lora import of_adapter
+from millstream.model.lora import LoraConfig, of_adapter
 from millstream.run.config import RunConfig
 from millstream.run.one_gpu import why_threads, with_process
 from millstream.run.places import VISIBLE, Gpu, Machine, Places
@@ -180,12 +180,18 @@ def find_shape(config: RunConfig, *, is_cache_read: bool = False) -> ModelShape 
     """From the `[model.tiny]` table or the `config.json` of the checkpoint's folder; None where neither says it. Of adapters
     their number is an estimate: those of all linear layers. `is_cache_read`: also from the hub's cache, for estimates: a model
     of the hub is checked when it is loaded and counted."""
-    found = {} if config.model.tiny is not None else read_model_config(config, is_cache_read=is_cache_read)
-    shape = tiny_shape(config.model.tiny) if config.model.tiny is not None else found and shape_from(found)
-    if not shape or config.learner.lora is None:
-        return shape or None
-    with suppress(MillstreamError):  # the check of the adapter says it
-        trained = of_adapter(config.learner.lora).rank * shape.layers * _ends_of_layers(shape)
+    lora = config.learner.lora
+    if config.model.tiny is not None:
+        return _with_adapters(tiny_shape(config.model.tiny), lora)
+    found = read_model_config(config, is_cache_read=is_cache_read)
+    return None if found is None else _with_adapters(shape_from(found), lora)
+
+
+def _with_adapters(shape: ModelShape | None, lora: LoraConfig | None) -> ModelShape | None:
+    if shape is None or lora is None:
+        return shape
+    with suppress(MillstreamError):  # the check of the adapter says what is wrong with it
+        trained = of_adapter(lora).rank * shape.layers * _ends_of_layers(shape)
         return structs.replace(shape, trained=trained, parameters=shape.parameters + trained)
     return shape
 

@@ -295,9 +295,11 @@ def memory_warning(sizes: Sizes, config: RunConfig, *, written: RunConfig | None
             f"{found}. Its sizes are those of its start, since others would change the last bits. If memory runs out, resume "
             "it with --set engine.cache_gb=... or --set learner.micro_batch_tokens=..."
         )
-    ways = [f"leave {typed} out", *([] if config.learner.recompute else ["learner.recompute = true"])]
+    ways = [f"leave {typed} out"] if typed else []
+    ways += [] if config.learner.recompute else ["learner.recompute = true"]
     ways += [] if config.learner.lora is not None else ["[learner.lora]"]
-    return f"{found}. If memory runs out: {', or '.join(ways if typed else ways[1:]) or 'a smaller model'}"
+    where = "If memory runs out" if sizes.needed_gb > sizes.free_gb else "For more requests at a time"
+    return f"{found}. {where}: {', or '.join(ways) or 'a smaller model'}"
 
 
 def _typed_sizes(config: RunConfig, free_gb: float) -> str:
