@@ -146,7 +146,8 @@ def test_attention_with_new_keys_is_that_of_its_plain_twin_and_writes_the_same_p
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("num", "heads", "dim"), [(1, (2, 1), 32), (3, (3, 1), 32), (17, (2, 2), 64), (70, (4, 2), 32)]
+    ("num", "heads", "dim"),
+    [(1, (2, 1), 32), (3, (3, 1), 32), (2, (15, 1), 32), (2, (16, 1), 32), (17, (2, 2), 64), (70, (4, 2), 32)],
 )
 def test_attention_repeats_bit_for_bit_whatever_the_number_of_splits(
     device: torch.device, dtype: torch.dtype, num: int, heads: tuple[int, int], dim: int

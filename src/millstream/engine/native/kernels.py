@@ -170,7 +170,7 @@ class KernelOperations:
     def attend_new(
         self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages, rule: Rule
     ) -> Tensor:
-        if heads.dim < MIN_HEAD_DIM:
+        if heads.dim < MIN_HEAD_DIM or not attention_kernels.has_spare_row(heads.num // heads.num_keys):
             return self.decode_attention(self.rotate_and_write(qkv_NE, cos_ND, sin_ND, heads, pages), pages, rule)
         return attention_kernels.attend_new(qkv_NE, cos_ND, sin_ND, heads, pages, rule)
 
