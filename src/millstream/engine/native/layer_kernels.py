@@ -145,7 +145,7 @@ def _parameters(BIAS, NORM, n, columns, BN: tl.constexpr, HAS_BIAS: tl.constexpr
 @triton.jit
 def _inputs(IN_SQUARES, OUT, m, n, num, columns, in_tiles, BM: tl.constexpr, BN: tl.constexpr, IN_TILES: tl.constexpr,
             IS_ADDED: tl.constexpr):  # fmt: skip
-    """Beside the rows: their squares, and what the product is added to."""
+    """What the product needs besides its rows: their squares, and what it is added to."""
     squares, before = tl.zeros([BM, 1], tl.float32), tl.zeros([BM, BN], tl.float32)
     if IN_TILES > 0:
         i = tl.arange(0, IN_TILES)
