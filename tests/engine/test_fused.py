@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
@@ -263,26 +263,3 @@ def test_an_adapter_that_is_left_out_is_found_by_the_check_although_adapters_beg
     assert "gives other numbers in the engine (pages, fused)" in check_engine(model, "pages")
     with pytest.raises(ModelError, match="gives other numbers"):
         compare.check_itself(model, "the fused path", partial(requests, "pages", True), "")
-
-
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "llama3": {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    },
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "dynamic": {"factor": 4.0},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_fused_angles_are_those_of_the_library_and_frequencies_that_follow_the_length_are_left_to_it(kind: str) -> None:
-    config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": kind, "rope_theta": 10_000.0, **ROPES[kind]})
-    rotary = new_model(config, seed=0).model.rotary_emb
-    positions, x = torch.tensor([[0, 3, 70, 255]]), torch.zeros(1, 4, 64, dtype=torch.bfloat16)
-    expected = rotary(x, positions)
-    fused.fuse(rotary)
-    assert ("forward" in rotary.__dict__) == (kind != "dynamic")
-    for mine, theirs in zip(rotary(x, positions), expected, strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)

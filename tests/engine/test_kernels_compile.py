@@ -116,10 +116,8 @@ def test_products_spill_nothing_and_those_that_hold_their_weights_read_these_alo
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(16, 8, 128), (9, 3, 64), (8, 1, 256), (14, 2, 64)])
-def test_attention_spills_nothing_and_has_its_first_tile_before_it_waits(
-    heads: int, key_heads: int, dim: int, is_new: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(16, 8, 128), (9, 3, 64)])
+def test_attention_spills_nothing(heads: int, key_heads: int, dim: int, is_new: bool, tmp_path: Path) -> None:
     from millstream.engine.native import attention_kernels
 
     types = {
@@ -139,7 +137,3 @@ def test_attention_spills_nothing_and_has_its_first_tile_before_it_waits(
     }  # fmt: skip
     found = compiled(attention_kernels._attend, types, constants, tmp_path, warps=4, stages=4)
     assert found.spilled_bytes == 0
-    tile = 2 * 32 * dim * 2 // (16 * 32 * 4)  # keys and values: loads of each of 128 threads
-    assert found.loads_before_the_wait() == (tile if is_new else 0), (
-        "else the kernel before has written what this one reads"
-    )

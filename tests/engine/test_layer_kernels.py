@@ -146,8 +146,7 @@ def test_attention_with_new_keys_is_that_of_its_plain_twin_and_writes_the_same_p
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("num", "heads", "dim"),
-    [(1, (2, 1), 32), (3, (3, 1), 32), (2, (15, 1), 32), (2, (16, 1), 32), (17, (2, 2), 64), (70, (4, 2), 32)],
+    ("num", "heads", "dim"), [(1, (2, 1), 32), (3, (3, 1), 32), (17, (2, 2), 64), (70, (4, 2), 32)]
 )
 def test_attention_repeats_bit_for_bit_whatever_the_number_of_splits(
     device: torch.device, dtype: torch.dtype, num: int, heads: tuple[int, int], dim: int
@@ -340,21 +339,6 @@ def test_products_that_our_kernels_do_not_compute_are_those_of_the_plain_twin(
     assert are_close(added, expected, bound) and are_close(handed.values, expected_normed.values, 2 * bound)
 
 
-@DTYPES
-@pytest.mark.parametrize("dim", [64, 22])
-def test_the_angles_of_far_positions_are_those_of_the_plain_twin(
-    device: torch.device, dtype: torch.dtype, dim: int
-) -> None:
-    from millstream.engine.native.kernels import KERNELS
-
-    positions = torch.tensor([0, 1, 2, 1000, 131_071, 1_048_575], dtype=torch.int32, device=device)
-    frequencies = (1.0 / 10_000 ** (torch.arange(0, dim, 2) / dim)).to(device)
-    bound = 2e-6 if dtype == torch.float32 else 0.01
-    found, expected = (one.angles(positions, frequencies, 0.9, dtype) for one in (KERNELS, PLAIN))
-    for mine, twin in zip(found, expected, strict=True):
-        assert mine.shape == (6, dim) and mine.dtype == dtype and are_close(mine, twin, bound)
-
-
 # ---- sampling ------------------------------------------------------------------------------------------------------------
 
 
@@ -370,12 +354,8 @@ def test_drawn_tokens_are_those_of_the_plain_twin_and_never_impossible(device: t
     numbers[4:12] = torch.tensor([0.0, 0.5, 1 - 2**-24, 1 - 2**-24] * 2)
     temperatures = torch.tensor([0.0, 0.5, 1.0, 2.0]).repeat(rows // 4)
     logits, numbers, temperatures = (one.to(device) for one in (logits, numbers, temperatures))
-    newest, twin = torch.zeros(2, 3 * rows, dtype=torch.int64, device=device)
-    places = 2 * torch.randperm(rows).int().to(device)
-    tokens, logprobs = KERNELS.sample(logits, numbers, temperatures, newest, places)
-    expected, expected_logprobs = PLAIN.sample(logits, numbers, temperatures, twin, places)
-    assert torch.equal(newest[places.long()], tokens) and torch.equal(twin[places.long()], expected)
-    assert not newest[1::2].any() and not newest[2 * rows :].any()
+    tokens, logprobs = KERNELS.sample(logits, numbers, temperatures)
+    expected, expected_logprobs = PLAIN.sample(logits, numbers, temperatures)
     same = tokens == expected
     assert same.sum() >= rows - 2, "but for numbers that fall on the border of two tokens"
     assert torch.allclose(logprobs[same], expected_logprobs[same], atol=1e-4)

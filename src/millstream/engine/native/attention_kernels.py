@@ -2,9 +2,8 @@
 
 A program has one row, one key/value head with all its queries, and one split of the tokens. What it is given is either queries
 (`attend`: keys and values are in their pages already), or the product of queries, keys and values (`attend_new`): then every
-program norms and rotates its queries and the newest key, while it has the first tile of older keys and values already; the one
-that has the newest token attends to it in registers, and writes it to its page. Queries and keys are multiplied in halves,
-since a rotation turns one half into the other.
+program norms and rotates its queries, and the one that has the newest token first norms and rotates its key, and writes key and
+value to their page. Queries and keys are multiplied in halves, since a rotation turns one half into the other.
 
 A row has as many splits as its length needs. The program of a row and head that arrives last joins the splits, always in the
 same order; no program waits for another.
@@ -26,31 +25,24 @@ from millstream.model.attention import Rule
 
 @triton.jit
 def _turned(
-    QKV, g, row, head, COS, SIN, QNORM, KNORM, epsilon,
-    H: tl.constexpr, KH: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr, IS_GEMMA: tl.constexpr,
-):  # fmt: skip
-    """The queries of a head, and its newest key as row G, normed and rotated: both halves."""
-    d, is_query = tl.arange(0, D // 2), (g < G)[:, None]
-    place = QKV + row * (H + 2 * KH) * D + tl.where(g < G, head * G + g, H + head)[:, None] * D + d[None, :]
-    is_there = (g <= G)[:, None]
-    raw = tl.load(place, mask=is_there, other=0.0)
-    x, y = raw.to(tl.float32), tl.load(place + D // 2, mask=is_there, other=0.0).to(tl.float32)
+    BASE, at, is_there, COS, SIN, NORM, epsilon, D: tl.constexpr, HAS_NORM: tl.constexpr, IS_GEMMA: tl.constexpr
+):
+    """Heads whose first numbers are at `at`, normed and rotated: both halves."""
+    d = tl.arange(0, D // 2)
+    place = BASE + at[:, None] + d[None, :]
+    raw = tl.load(place, mask=is_there[:, None], other=0.0)
+    x, y = raw.to(tl.float32), tl.load(place + D // 2, mask=is_there[:, None], other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / D + epsilon)[:, None]
-        wx = tl.where(is_query, tl.load(QNORM + d)[None, :], tl.load(KNORM + d)[None, :]).to(tl.float32)
-        other = D // 2 + d
-        wy = tl.where(is_query, tl.load(QNORM + other)[None, :], tl.load(KNORM + other)[None, :]).to(tl.float32)
+        wx, wy = tl.load(NORM + d).to(tl.float32)[None, :], tl.load(NORM + D // 2 + d).to(tl.float32)[None, :]
         if IS_GEMMA:
             x, y = x * scale * (1.0 + wx), y * scale * (1.0 + wy)
         else:
             x, y = (x * scale).to(raw.dtype).to(tl.float32) * wx, (y * scale).to(raw.dtype).to(tl.float32) * wy
         x, y = x.to(raw.dtype).to(tl.float32), y.to(raw.dtype).to(tl.float32)
-    cos_x, sin_x = (
-        tl.load(COS + row * D + d).to(tl.float32)[None, :],
-        tl.load(SIN + row * D + d).to(tl.float32)[None, :],
-    )
-    cos_y = tl.load(COS + row * D + D // 2 + d).to(tl.float32)[None, :]
-    sin_y = tl.load(SIN + row * D + D // 2 + d).to(tl.float32)[None, :]
+    cos_x, sin_x = tl.load(COS + d).to(tl.float32)[None, :], tl.load(SIN + d).to(tl.float32)[None, :]
+    cos_y = tl.load(COS + D // 2 + d).to(tl.float32)[None, :]
+    sin_y = tl.load(SIN + D // 2 + d).to(tl.float32)[None, :]
     return (x * cos_x - y * sin_x).to(raw.dtype), (y * cos_y + x * sin_y).to(raw.dtype)
 
 
@@ -63,14 +55,31 @@ def _capped(x, softcap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _write_newest(
-    x, y, value, K, V, page, head, position, is_key, is_here, page_stride, D: tl.constexpr, S: tl.constexpr
-):
-    """The key (a row of `x` and `y`) and the value of the newest token to their page, if it is here."""
-    d, half = tl.arange(0, D), tl.arange(0, D // 2)
-    place = page.to(tl.int64) * page_stride + head * S * D + (position % S) * D
-    at, is_there = tl.broadcast_to((K + place + half)[None, :], x.shape), tl.broadcast_to(is_key & is_here, x.shape)
-    tl.store(at, x, mask=is_there)
-    tl.store(at + D // 2, y, mask=is_there)
+    QKV, COS, SIN, KNORM, K, V, TABLE, row, head, position, is_here, epsilon, page_stride,
+    H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, S: tl.constexpr, HAS_NORM: tl.constexpr, IS_GEMMA: tl.constexpr,
+):  # fmt: skip
+    """The key and the value of the newest token to their page, if it is here. No branch: so this program's other loads are not
+    behind these."""
+    d, half, one = tl.arange(0, D), tl.arange(0, D // 2), tl.zeros([1], tl.int64)
+    base = row * (H + 2 * KH) * D + head * D
+    x, y = _turned(
+        QKV,
+        base + H * D + one,
+        (one == 0) & is_here,
+        COS + row * D,
+        SIN + row * D,
+        KNORM,
+        epsilon,
+        D,
+        HAS_NORM,
+        IS_GEMMA,
+    )
+    value = tl.load(QKV + base + (H + KH) * D + d, mask=(d < D) & is_here, other=0.0)
+    page = tl.load(TABLE + position // S).to(tl.int64)
+    place = page * page_stride + head * S * D + (position % S) * D
+    is_half = ((half < D) & is_here)[None, :]
+    tl.store(K + place + half[None, :], x, mask=is_half)
+    tl.store(K + place + D // 2 + half[None, :], y, mask=is_half)
     tl.store(V + place + d, value, mask=(d < D) & is_here)
 
 
@@ -102,73 +111,6 @@ def _page_at(TABLE, at, hi, S: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(
-    K, V, page, head, at, hi, page_stride, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr
-):
-    """The keys, in halves, and the values of tokens on a page, or on pages [T, 1]."""
-    t, d, half = at + tl.arange(0, T), tl.arange(0, DP), tl.arange(0, DP // 2)
-    inside = tl.arange(0, T) if T == S else t % S
-    where = page.to(tl.int64) * page_stride + head * S * D + (inside * D)[:, None]
-    is_there = (t < hi)[:, None]
-    if DP == D:
-        k = tl.load(K + where + half[None, :], mask=is_there, other=0.0)
-        other_k = tl.load(K + where + DP // 2 + half[None, :], mask=is_there, other=0.0)
-        v = tl.load(V + where + d[None, :], mask=is_there, other=0.0)
-    else:
-        k = tl.load(K + where + half[None, :], mask=is_there & (half < D)[None, :], other=0.0)
-        is_other = is_there & (half + DP // 2 < D)[None, :]
-        other_k = tl.load(K + where + DP // 2 + half[None, :], mask=is_other, other=0.0)
-        v = tl.load(V + where + d[None, :], mask=is_there & (d < D)[None, :], other=0.0)
-    return k, other_k, v
-
-
-@triton.jit
-def _with_tile(
-    q, other_q, k, other_k, v, is_seen, top, total, acc, scale, softcap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
-):
-    """The softmax so far, and these tokens."""
-    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    x = tl.dot(other_q, tl.trans(other_k), x, input_precision=PRECISION)
-    x = tl.where(is_seen[None, :], _capped(x * scale, softcap, HAS_CAP), -1e30)
-    new_top = tl.maximum(top, tl.max(x, 1))
-    shrink = tl.exp(top - new_top)
-    p = tl.where(is_seen[None, :], tl.exp(x - new_top[:, None]), 0.0)
-    total = total * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return new_top, total, acc
-
-
-@triton.jit
-def _with_newest(
-    q, other_q, value, g, is_here, top, total, acc, scale, softcap, G: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The softmax that has only the newest token, if it is here. Row G of the queries is its key."""
-    pairs = tl.dot(q, tl.trans(q), input_precision=PRECISION)
-    pairs = tl.dot(other_q, tl.trans(other_q), pairs, input_precision=PRECISION)
-    score = tl.sum(tl.where((g == G)[None, :], pairs, 0.0), 1)
-    top = tl.where(is_here, _capped(score * scale, softcap, HAS_CAP), top)
-    return top, tl.where(is_here, 1.0, total), tl.where(is_here, value.to(tl.float32)[None, :], acc)
-
-
-@triton.jit
-def _over_pages(
-    q, other_q, page, top, total, acc, K, V, table, head, first, lo, hi, scale, softcap, page_stride,
-    D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """With the tokens from `lo` to `hi`. The page of a tile is read one tile before: so the compiler knows the addresses of
-    keys and values early, and has several tiles in flight."""
-    for at in range(lo, hi, T):
-        t = at + tl.arange(0, T)
-        k, other_k, v = _tile_of(K, V, page, head, at, hi, page_stride, D, DP, S, T)
-        page = _page_at(table, at + T, hi, S, T)
-        top, total, acc = _with_tile(
-            q, other_q, k, other_k, v, (t < hi) & (t >= first), top, total, acc, scale, softcap, HAS_CAP, PRECISION
-        )
-    return top, total, acc
-
-
-@triton.jit
 def _attend(
     Q, COS, SIN, QNORM, KNORM, K, V, OUT, PARTS, STATES, COUNTERS, TABLE, SLOTS, POSITIONS,
     scale, softcap, window, epsilon, table_stride, page_stride,
@@ -188,43 +130,71 @@ def _attend(
     span = tl.maximum(tl.cdiv(tl.cdiv(end - begin, SPLITS), T) * T, MIN_SPAN)
     live = tl.cdiv(end - begin, span)
     lo = begin + split * span
-    hi = tl.minimum(lo + span, end - 1 if IS_NEW else end)  # the newest token of IS_NEW is not on its page yet
-    table = TABLE + slot * table_stride
-    page = _page_at(table, lo, hi, S, T)
-    if IS_NEW:  # what is on the pages was written in earlier steps
-        is_seen = (lo + tl.arange(0, T) < hi) & (lo + tl.arange(0, T) >= first)
-        k, other_k, v = _tile_of(K, V, page, head, lo, hi, page_stride, D, DP, S, T)
-        page, newest_page = _page_at(table, lo + T, hi, S, T), tl.load(table + (end - 1) // S)
+    hi = tl.minimum(lo + span, end)
+    page = _page_at(TABLE + slot * table_stride, lo, hi, S, T)
     wait_for_inputs(IS_EARLY)
     if split < live:
-        g, d, half = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, DP // 2)
-        top, total, acc = tl.full([GP], -1e30, tl.float32), tl.zeros([GP], tl.float32), tl.zeros([GP, DP], tl.float32)
-        if IS_NEW:
-            is_last = split == live - 1
-            value = tl.load(Q + (row * (H + 2 * KH) + H + KH + head) * D + d)
-            q, other_q = _turned(Q, g, row, head, COS, SIN, QNORM, KNORM, epsilon, H, KH, G, D, HAS_NORM, IS_GEMMA)
-            top, total, acc = _with_newest(
-                q, other_q, value, g, is_last, top, total, acc, scale, softcap, G, HAS_CAP, PRECISION
-            )
-            top, total, acc = _with_tile(
-                q, other_q, k, other_k, v, is_seen, top, total, acc, scale, softcap, HAS_CAP, PRECISION
-            )
-            lo += T
-        else:
-            heads = Q + (row * H + head * G + g)[:, None] * D + half[None, :]
-            q = tl.load(heads, mask=(g < G)[:, None] & (half < D)[None, :], other=0.0)
-            other_q = tl.load(heads + DP // 2, mask=(g < G)[:, None] & (half + DP // 2 < D)[None, :], other=0.0)
-        top, total, acc = _over_pages(q, other_q, page, top, total, acc, K, V, table, head, first, lo, hi, scale, softcap,
-                                      page_stride, D, DP, S, T, HAS_CAP, PRECISION)  # fmt: skip
-        let_next_start(IS_EARLY and not IS_EARLIEST)
+        g, d = tl.arange(0, GP), tl.arange(0, DP // 2)
         if IS_NEW:
             _write_newest(
-                q, other_q, value, K, V, newest_page, head, end - 1, (g == G)[:, None], is_last, page_stride, D, S
-            )
+                Q, COS, SIN, KNORM, K, V, TABLE + slot * table_stride, row, head, end - 1, split == live - 1, epsilon,
+                page_stride, H, KH, D, S, HAS_NORM, IS_GEMMA,
+            )  # fmt: skip
+            heads = row * (H + 2 * KH) * D + (head * G + g) * D
+            q, other_q = _turned(Q, heads, g < G, COS + row * D, SIN + row * D, QNORM, epsilon, D, HAS_NORM, IS_GEMMA)
+            tl.debug_barrier()  # what this program has written is read below
+        else:
+            heads = Q + (row * H + head * G + g)[:, None] * D + d[None, :]
+            q = tl.load(heads, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+            other_q = tl.load(heads + DP // 2, mask=(g < G)[:, None] & (d + DP // 2 < D)[None, :], other=0.0)
+        top, total, acc = _over_pages(
+            q, other_q, page, K, V, TABLE + slot * table_stride, head, first, lo, hi, scale, softcap, page_stride,
+            GP, D, DP, S, T, HAS_CAP, PRECISION,
+        )  # fmt: skip
+        let_next_start(IS_EARLY and not IS_EARLIEST)
         _write_out(
             top, total, acc, OUT, PARTS, STATES, COUNTERS + row * KH + head, row, head, split, live,
             H, G, GP, D, DP, SPLITS,
         )  # fmt: skip
+
+
+@triton.jit
+def _over_pages(
+    q, other_q, page, K, V, TABLE, head, first, lo, hi, scale, softcap, page_stride, GP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A softmax over the tokens from `lo` to `hi`: highest score, sum, weighted values. The pages of a tile are read one tile
+    before: so the compiler knows the addresses of keys and values early, and has several tiles in flight."""
+    d, half = tl.arange(0, DP), tl.arange(0, DP // 2)
+    top = tl.full([GP], -1e30, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    for at in range(lo, hi, T):
+        t = at + tl.arange(0, T)
+        is_seen = (t < hi) & (t >= first)
+        inside = tl.arange(0, T) if T == S else t % S
+        where = page.to(tl.int64) * page_stride + head * S * D + (inside * D)[:, None]
+        page = _page_at(TABLE, at + T, hi, S, T)
+        is_there = (t < hi)[:, None]
+        if DP == D:
+            k = tl.load(K + where + half[None, :], mask=is_there, other=0.0)
+            other_k = tl.load(K + where + DP // 2 + half[None, :], mask=is_there, other=0.0)
+            v = tl.load(V + where + d[None, :], mask=is_there, other=0.0)
+        else:
+            k = tl.load(K + where + half[None, :], mask=is_there & (half < D)[None, :], other=0.0)
+            is_other = is_there & (half + DP // 2 < D)[None, :]
+            other_k = tl.load(K + where + DP // 2 + half[None, :], mask=is_other, other=0.0)
+            v = tl.load(V + where + d[None, :], mask=is_there & (d < D)[None, :], other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        x = tl.dot(other_q, tl.trans(other_k), x, input_precision=PRECISION)
+        x = tl.where(is_seen[None, :], _capped(x * scale, softcap, HAS_CAP), -1e30)
+        new_top = tl.maximum(top, tl.max(x, 1))
+        shrink = tl.exp(top - new_top)
+        p = tl.where(is_seen[None, :], tl.exp(x - new_top[:, None]), 0.0)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
 
 
 @triton.jit
@@ -258,13 +228,8 @@ def attend(query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
     return out
 
 
-def has_spare_row(group: int) -> bool:
-    """Whether the queries of a head, padded for a matrix unit, leave a row to the newest key."""
-    return group < max(16, triton.next_power_of_2(group))
-
-
 def attend_new(qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages, rule: Rule) -> Tensor:
-    """Heads whose dimension is a power of two, in groups for which `has_spare_row`."""
+    """Heads whose dimension is a power of two."""
     out = torch.empty(len(qkv_NE), heads.num, heads.dim, dtype=qkv_NE.dtype, device=qkv_NE.device)
     _launch(qkv_NE.contiguous(), cos_ND.contiguous(), sin_ND.contiguous(), heads, pages, rule, out)
     return out

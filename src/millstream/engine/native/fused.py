@@ -1,5 +1,5 @@
 """Fused layers: fewer and larger operations in the layers of known architectures. Queries, keys and values are one product,
-gate and up are one, norms and activations are one kernel each, and so are the angles of the rotation.
+gate and up are one, norms and activations are one kernel each.
 
 The weights stay where the library's modules expect them, as views of the joined ones: copying new weights into the model's
 parameters changes both. Modules that are not known, or that share a weight with another, stay as they are. A copy of a fused
@@ -30,7 +30,6 @@ from millstream.engine.native.plain import PLAIN, Heads, Norm, Normed, Operation
 from millstream.model.attention import Rule
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3")
-STATIC_ROPES = {"default", "linear", "llama3", "yarn"}  # whose frequencies are the same at any length
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 
 
@@ -78,12 +77,6 @@ def fuse(model: nn.Module) -> FusedCount:
     num = known = 0
     for module in model.modules():
         kind = type(module).__name__
-        if (
-            kind in {f"{name}RotaryEmbedding" for name in FAMILIES}
-            and str(getattr(module, "rope_type", "")) in STATIC_ROPES
-        ):
-            module.forward = FusedForward(module, FusedAngles(module))
-            continue
         make = next((make for end, make in _MAKERS.items() if kind in {f"{name}{end}" for name in FAMILIES}), None)
         if make is None:
             continue
@@ -141,17 +134,6 @@ def _is_gemma(norm: nn.Module) -> bool:
 
 def _epsilon(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-
-
-class FusedAngles(NamedTuple):
-    """Cosines and sines of the rotation at each position."""
-
-    module: Any
-
-    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies, scaling = self.module.inv_freq.float(), float(self.module.attention_scaling)
-        cos_ND, sin_ND = operations_for(x.device).angles(position_ids[0], frequencies, scaling, x.dtype)
-        return cos_ND[None], sin_ND[None]
 
 
 class FusedMLP(NamedTuple):

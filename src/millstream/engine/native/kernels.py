@@ -96,18 +96,6 @@ def _gated(X, Y, E, IS_SILU: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _angles(POSITIONS, FREQUENCIES, COS, SIN, scaling, HALF: tl.constexpr, HP: tl.constexpr):
-    n, d = tl.program_id(0).to(tl.int64), tl.arange(0, HP)
-    angle = tl.load(POSITIONS + n).to(tl.float32) * tl.load(FREQUENCIES + d, mask=d < HALF, other=0.0)
-    cos, sin = (tl.cos(angle) * scaling).to(COS.dtype.element_ty), (tl.sin(angle) * scaling).to(COS.dtype.element_ty)
-    at = n * 2 * HALF + d
-    tl.store(COS + at, cos, mask=d < HALF)
-    tl.store(COS + at + HALF, cos, mask=d < HALF)
-    tl.store(SIN + at, sin, mask=d < HALF)
-    tl.store(SIN + at + HALF, sin, mask=d < HALF)
-
-
-@triton.jit
 def _sum_tile(X, TEMPERATURES, TOPS, BEST, SUMS, stride, V, B: tl.constexpr):
     """Of a tile of the vocabulary: the highest logit, the token that has it, and the sum of the weights against it."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -124,9 +112,8 @@ def _sum_tile(X, TEMPERATURES, TOPS, BEST, SUMS, stride, V, B: tl.constexpr):
 
 @triton.jit
 def _draw(
-    X, U, TEMPERATURES, TOPS, BEST, SUMS, TOKENS, LOGPROBS, NEWEST, PLACES, stride, V, tiles,
-    TILES: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+    X, U, TEMPERATURES, TOPS, BEST, SUMS, TOKENS, LOGPROBS, stride, V, tiles, TILES: tl.constexpr, B: tl.constexpr
+):
     """The tile in which the cumulative sum crosses the threshold, then the token in it."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(TEMPERATURES + row)
@@ -150,7 +137,6 @@ def _draw(
         token = tl.load(BEST + row * tiles + tl.argmax(tops, 0))
     value = tl.load(X + row * stride + token).to(tl.float32) / divisor
     tl.store(TOKENS + row, token.to(tl.int64))
-    tl.store(NEWEST + tl.load(PLACES + row), token.to(tl.int64))
     tl.store(LOGPROBS + row, value - top - tl.log(total))
 
 
@@ -184,7 +170,7 @@ class KernelOperations:
     def attend_new(
         self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages, rule: Rule
     ) -> Tensor:
-        if heads.dim < MIN_HEAD_DIM or not attention_kernels.has_spare_row(heads.num // heads.num_keys):
+        if heads.dim < MIN_HEAD_DIM:
             return self.decode_attention(self.rotate_and_write(qkv_NE, cos_ND, sin_ND, heads, pages), pages, rule)
         return attention_kernels.attend_new(qkv_NE, cos_ND, sin_ND, heads, pages, rule)
 
@@ -224,19 +210,7 @@ class KernelOperations:
         _gated[(num, triton.cdiv(size, 1024))](gate_up_NE, out, size, IS_SILU=activation == "silu", B=1024, num_warps=4)
         return out
 
-    def angles(
-        self, positions_N: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        half = len(frequencies)
-        cos, sin = torch.empty(2, len(positions_N), 2 * half, dtype=dtype, device=positions_N.device)
-        _angles[(len(positions_N),)](
-            positions_N, frequencies, cos, sin, scaling, HALF=half, HP=triton.next_power_of_2(half), num_warps=1
-        )
-        return cos, sin
-
-    def sample(
-        self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor, newest: Tensor, places_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
         num, size = logits_RV.shape
         tokens = torch.empty(num, dtype=torch.int64, device=logits_RV.device)
         logprobs = torch.empty(num, dtype=torch.float32, device=logits_RV.device)
@@ -248,8 +222,7 @@ class KernelOperations:
             logits_RV, temperatures_R, tops, best, sums, logits_RV.stride(0), size, B=tile, num_warps=4
         )
         _draw[(num,)](
-            logits_RV, uniforms_R, temperatures_R, tops, best, sums, tokens, logprobs, newest, places_R,
-            logits_RV.stride(0), size, tiles,
+            logits_RV, uniforms_R, temperatures_R, tops, best, sums, tokens, logprobs, logits_RV.stride(0), size, tiles,
             TILES=triton.next_power_of_2(tiles), B=tile, num_warps=8,
         )  # fmt: skip
         return tokens, logprobs

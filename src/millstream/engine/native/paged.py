@@ -329,13 +329,13 @@ class PagedRunner:
         slots, positions, sources, targets = self._inputs[:4, :size]
         with self._adapters.using(slots):
             out = self._model(
-                input_ids=self._last.index_select(0, sources)[None],
+                input_ids=self._last[sources.long()][None],
                 position_ids=positions[None],
                 use_cache=False,
                 context=kind(self._pools, slots, positions),
             )
         numbers, temperatures = self._inputs[4:, :size].view(torch.float32)
-        return self._draw(out.logits[0], targets, numbers, temperatures, restrictions)
+        return self._draw(out.logits[0], targets.long(), numbers, temperatures, restrictions)
 
     def _draw(
         self,
@@ -349,7 +349,9 @@ class PagedRunner:
             divisors_R = temperatures_R.where(temperatures_R > 0, 1.0)
             logits_RV = restrict(logits_RV.float() / divisors_R[:, None], *restrictions)
             temperatures_R = temperatures_R.where(temperatures_R == 0, 1.0)
-        return self._sample(logits_RV, uniforms_R, temperatures_R, self._last, slots_R)
+        tokens, logprobs = self._sample(logits_RV, uniforms_R, temperatures_R)
+        self._last[slots_R] = tokens
+        return tokens, logprobs
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities of those chunks that are a request's last."""

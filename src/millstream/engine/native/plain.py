@@ -95,17 +95,8 @@ class Operations(Protocol):
         """Add a product in place. Returns the sum after the next norm, if there is one."""
         ...
 
-    def angles(
-        self, positions_N: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, D] of the rotation, both halves alike."""
-        ...
-
-    def sample(
-        self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor, newest: Tensor, places_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """As `engine.native.sampling.sample`, with tensors: tokens and log-probabilities. Temperature 0 takes the likeliest.
-        The tokens are also written to these places of `newest`."""
+    def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
+        """As `engine.native.sampling.sample`, with tensors: tokens and log-probabilities. Temperature 0 takes the likeliest."""
         ...
 
 
@@ -173,23 +164,13 @@ class PlainOperations:
         sum_NE += F.linear(x_NF, *projection)
         return None if norm is None else self.normed(sum_NE, norm)
 
-    def angles(
-        self, positions_N: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        half = positions_N[:, None].float() * frequencies
-        angles_ND = torch.cat((half, half), dim=-1)
-        return (angles_ND.cos() * scaling).to(dtype), (angles_ND.sin() * scaling).to(dtype)
-
-    def sample(
-        self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor, newest: Tensor, places_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
         is_greedy_R = temperatures_R == 0
         logprobs_RV = torch.log_softmax(logits_RV.float() / temperatures_R.where(~is_greedy_R, 1.0)[:, None], dim=-1)
         cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
         threshold_R1 = uniforms_R.double()[:, None] * cumulative_RV[:, -1:]
         tokens_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True).clamp_(max=logits_RV.shape[-1] - 1)
         tokens_R1 = torch.where(is_greedy_R[:, None], logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
-        newest[places_R.long()] = tokens_R1[:, 0]
         return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0]
 
 
