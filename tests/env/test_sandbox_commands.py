@@ -76,8 +76,10 @@ def test_after_a_kill_9_no_process_file_or_mount_is_left(victim: str, tmp_path: 
         assert holder.stdout is not None
         keepers = [int(word) for word in holder.stdout.readline().split()]
         assert len(keepers) == 3 and len(named(name)) >= 6
+        holder.send_signal(signal.SIGSTOP)  # or it would see the first keeper die, and end the others by itself
         for process in [holder.pid] if victim == "the run" else keepers:
             os.kill(process, signal.SIGKILL)
+        holder.send_signal(signal.SIGCONT)
         gone = until(lambda: not named(name))
         holder.kill()
     assert gone and until(lambda: not any(Path(f"/proc/{keeper}").exists() for keeper in keepers))
