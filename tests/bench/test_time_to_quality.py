@@ -159,10 +159,11 @@ def test_a_cell_ends_after_its_time_and_measures_weights_of_every_part_of_it(tmp
     seconds = [point.seconds for point in result.curve]
     assert seconds[0] == 0.0 and seconds == sorted(seconds) and 2 <= len(seconds) <= 6
     assert result.held_out == 8 and result.mean_tokens > 0
-    assert 0 <= result.steps - result.curve[-1].step <= 2, (
-        "the run may stop before the weights of its last step are published"
+    last = result.curve[-1]
+    assert 0 <= result.steps - last.step <= 2 or last.seconds >= 0.5, (
+        "those of the last steps may not be published any more"
     )
-    assert result.curve[-1].samples == 4 * result.curve[-1].step, "two groups of two a step, and none is replaced"
+    assert last.samples == 4 * last.step, "two groups of two a step, and none is replaced"
 
 
 def test_every_answer_to_a_held_out_task_has_its_length(tmp_path: Path) -> None:
