@@ -105,7 +105,7 @@ def runner_of(way: str, shape: Shape, num_slots: int, longest: int, cache_gb: fl
 
 
 def place(runner: Any, rows: int, context: int | Sequence[int]) -> None:
-    """Every row has pages of its own, and so many tokens; the newest is the last."""
+    """Every row has pages of its own, and `context` tokens; the newest is the last."""
     lengths = np.broadcast_to(context, rows)
     width = -(-int(lengths.max()) // runner._page)
     numbers = 1 + torch.randperm(rows * width, generator=torch.Generator().manual_seed(0))
@@ -273,7 +273,7 @@ def layers_of(product: Product, rows: int, shape: Shape) -> Callable[[Any], Call
     all_weights = [Projection(weights(wide, product.depth), None) for _ in range(shape.layers)]
     norm, x = Norm(weights(product.depth), 1e-6, False), weights(rows, product.depth)
     out, next_norm = weights(rows, product.columns), Norm(weights(product.columns), 1e-6, False)
-    # Programs that hold their weights have eight columns or more, the others 32 or more: so many squares has the next product.
+    # A product reads a square for each tile of the kernel before: 8 columns where programs hold their weights, else 32.
     squares = {
         is_held: torch.rand(rows, product.depth // (8 if is_held else 32), device="cuda") for is_held in (True, False)
     }

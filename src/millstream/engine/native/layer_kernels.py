@@ -35,8 +35,8 @@ _latest = threading.local()  # those of the latest step of this thread, by devic
 
 def counters_for(device: torch.device, num: int) -> Tensor:
     """Zeros, in which programs count their arrivals and which the last one sets back to zero. One tensor for each stream, whose
-    kernels follow each other. A graph is recorded after the same step ran, maybe on another stream, and is replayed where that
-    step ran: it has the counters of that step. Zeros made while it is recorded would be made by its replays alone."""
+    kernels follow each other. While a CUDA graph is captured: the tensor of the step that this thread ran before, on whose
+    stream the graph is replayed. A tensor made during the capture would be filled with zeros by replays of that graph only."""
     size = max(MIN_COUNTERS, triton.next_power_of_2(num))
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     if stream is None or not torch.cuda.is_current_stream_capturing():
